@@ -1,0 +1,96 @@
+# `make` alone lists the targets. Each one sets up what it needs in .venv.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PY := .venv/bin/python
+# Whatever Python 3 there is: tools/bootstrap.py looks for the one to use.
+BOOT_PY := $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '' 2>/dev/null && { echo $$p; break; }; done)
+# The tests in the order they run: quick ones first, engines last.
+QUICK_TESTS := $(wildcard tests/test_*.py) \
+	$(filter-out tests/engine/ tests/__pycache__/,$(wildcard tests/*/))
+ENGINE_TESTS := $(wildcard tests/engine/)
+# Branch coverage; pytest fails below the threshold in pyproject.toml.
+COV := --cov --cov-report=term-missing
+SOAK_SECONDS ?= 600
+ARGS ?=
+
+say = @printf '==> %s\n'
+
+.PHONY: help setup test lint types imports spelling manifest test-fast test-engine \
+	coverage format demo soak bench dist clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv with vLLM, the project and its tools (again: under a second)
+	@$(or $(BOOT_PY),$(error No Python was found: install Python 3.11 to 3.13)) \
+		tools/bootstrap.py
+
+test: lint types imports spelling manifest ## all checks and all tests
+	$(say) 'all tests, with branch coverage; engine tests come last'
+	@$(PY) -m pytest $(COV) $(QUICK_TESTS) $(ENGINE_TESTS) $(ARGS)
+
+lint: setup ## ruff: rules and format
+	$(say) 'ruff: rules'
+	@.venv/bin/ruff check .
+	$(say) 'ruff: format'
+	@.venv/bin/ruff format --check .
+
+types: setup ## mypy, strict
+	$(say) 'mypy'
+	@$(PY) -m mypy
+
+imports: setup ## import contracts
+	$(say) 'import contracts'
+	@.venv/bin/lint-imports
+
+spelling: setup ## codespell
+	$(say) 'spelling'
+	@.venv/bin/codespell
+
+manifest: setup ## check-manifest: the source distribution holds what git holds
+	$(say) 'manifest'
+	@.venv/bin/check-manifest --no-build-isolation
+
+test-fast: setup ## all tests but those that start an engine
+	$(say) 'tests without engines'
+	@$(PY) -m pytest $(COV) -m 'not engine' $(QUICK_TESTS) $(ARGS)
+
+test-engine: setup ## the tests that start an engine
+	$(say) 'engine tests'
+	@$(PY) -m pytest -m engine $(ARGS)
+
+coverage: ## what the last test run covered, over the whole package
+	$(say) 'coverage of the whole package, as last measured'
+	@$(PY) -m coverage report --include='vllm_ctx_offload/*' --fail-under=0
+
+format: setup ## let ruff format and mend what it can
+	$(say) 'formatting'
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/ruff format .
+
+demo: setup ## a real server answers returning conversations from host memory
+	$(say) 'demo'
+	@$(PY) examples/demo.py $(ARGS)
+
+soak: setup ## ten minutes of random load with failures (SOAK_SECONDS=...)
+	$(say) 'soak for $(SOAK_SECONDS) s'
+	@CTX_OFFLOAD_SOAK_SECONDS=$(SOAK_SECONDS) $(PY) -m pytest -m soak \
+		--timeout=$$(($(SOAK_SECONDS) + 900)) tests/engine/test_soak.py $(ARGS)
+
+bench: setup ## the benchmarks
+	$(say) 'benchmarks'
+	@set -e; for file in benchmarks/bench_*.py; do \
+		printf '==> %s\n' "$$file"; $(PY) "$$file" $(ARGS); done
+
+dist: setup ## wheel and source distribution in dist/
+	$(say) 'wheel and source distribution'
+	@$(PY) -m build
+
+clean: ## remove the environment, caches and what was built
+	$(say) 'removing .venv, caches, build/ and dist/'
+	@rm -rf .venv .cache build dist ./*.egg-info .coverage .coverage.* htmlcov \
+		.hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
