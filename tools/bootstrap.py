@@ -203,7 +203,9 @@ def remove_broken_media_packages() -> None:
         )
         if found.returncode:
             continue
-        works = subprocess.run([VENV_PYTHON, "-c", f"import {name}"], capture_output=True)
+        works = subprocess.run(
+            [VENV_PYTHON, "-c", f"import {name}"], capture_output=True
+        )
         if works.returncode:
             subprocess.run(
                 [VENV_PYTHON, "-m", "pip", "uninstall", "-qy", name], check=True
@@ -255,7 +257,7 @@ def main() -> NoReturn:
         sys.exit(f"[setup] {error}")
     except (OSError, subprocess.SubprocessError) as error:
         sys.exit(
-            f"[setup] The set-up stopped ({error}): mend what it names and run it again."
+            f"[setup] The set-up stopped ({error}): mend what it names and run again."
         )
     sys.exit(0)
 
