@@ -1,0 +1,1 @@
+"""Between vLLM and this package; only `vllm_api` imports vLLM."""

@@ -1,0 +1,286 @@
+"""`kv_connector_extra_config`, validated once into frozen records.
+
+Every fault stops the start of the engine with one sentence (`ConfigError`): what is
+wrong, the rule, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from vllm_ctx_offload.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_TENANT",
+    "OffloadConfig",
+    "Size",
+    "TenantConfig",
+    "inert_keys",
+    "parse_config",
+]
+
+DEFAULT_TENANT: Final = "default"
+WILDCARD_TENANT: Final = "*"
+_WHERE: Final = "kv_connector_extra_config"
+_UNITS: Final = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[f"{_letter}b"] = 1000**_power
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_SIZE_FIX: Final = 'use a number of bytes or text such as "8GiB"'
+_SHARE_FIX: Final = 'use a share of the pool such as "25%"'
+
+
+class Size(NamedTuple):
+    """A number of bytes, or a share of the pool when `share` is set."""
+
+    num_bytes: int
+    share: float | None = None  # 0 to 1
+
+    def resolve(self, pool_bytes: int) -> int:
+        """Returns the size in bytes for a pool of `pool_bytes`."""
+        return self.num_bytes if self.share is None else int(self.share * pool_bytes)
+
+
+def _parse_bytes(value: object) -> int:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value >= 0 and float(value).is_integer():
+            return int(value)
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        factor = _UNITS.get(match.group(2).lower())
+        if factor is not None:
+            return int(float(match.group(1)) * factor)
+    raise PydanticCustomError("size", f"is not a size; {_SIZE_FIX}")
+
+
+def _parse_share(value: object) -> Size:
+    if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
+        percent = float(match.group(1))
+        if percent <= 100:
+            return Size(0, percent / 100)
+    raise PydanticCustomError("share", f"is not a share of the pool; {_SHARE_FIX}")
+
+
+def _parse_size_or_share(value: object) -> Size:
+    if isinstance(value, Size):
+        return value
+    if isinstance(value, str) and "%" in value:
+        return _parse_share(value)
+    try:
+        return Size(_parse_bytes(value))
+    except PydanticCustomError as error:
+        raise PydanticCustomError(
+            "size", f"is neither a size nor a share; {_SIZE_FIX}, or {_SHARE_FIX}"
+        ) from error
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+Share = Annotated[
+    Size, BeforeValidator(lambda v: v if isinstance(v, Size) else _parse_share(v))
+]
+SizeOrShare = Annotated[Size, BeforeValidator(_parse_size_or_share)]
+_STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TenantConfig(BaseModel):
+    """One tenant's account. The description of a field is the fix in its error."""
+
+    model_config = _STRICT
+
+    reserved: SizeOrShare = Size(0)
+    limit: SizeOrShare | None = None  # None: the whole pool
+    weight: float = Field(1.0, gt=0, le=1e9, description="use a weight above 0, as 1")
+    max_priority: int = Field(100, ge=0, le=100, description="use 0 to 100")
+    max_ttl_s: float = Field(3600.0, gt=0, description="use seconds above 0, as 3600")
+    isolation: Literal["private", "shared"] = "private"
+    store: bool = True
+    load: bool = True
+
+
+class OffloadConfig(BaseModel):
+    """All keys of `kv_connector_extra_config`."""
+
+    model_config = _STRICT
+
+    cpu_bytes_to_use: Bytes | None = None  # None: a share of the available memory
+    block_size: int | None = Field(None, gt=0, description="use tokens, as 256")
+    blocks_per_chunk: int | None = Field(None, gt=0, description="use 1 or more")
+    offload_prompt_only: bool = True
+    store_threshold: int = Field(0, ge=0, description="use 0 for no reuse filter")
+    max_tracker_size: int = Field(64_000, gt=0, description="use 1 or more keys")
+    eviction_policy: Literal["ctx", "lru"] = "ctx"
+    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
+    policy_file: str | None = None
+    tenant_from: tuple[Literal["kv_transfer_params", "cache_salt", "lora"], ...] = (
+        "kv_transfer_params",
+    )
+    max_protected: Share = Size(0, 0.3)
+    load_wait_ms: float = Field(50.0, ge=0, le=60_000, description="use 0 to 60000")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_become_tuples(cls, values: Any) -> Any:
+        # JSON has no tuples, and strict validation takes no lists for them.
+        if isinstance(values, dict) and isinstance(values.get("tenant_from"), list):
+            return {**values, "tenant_from": tuple(values["tenant_from"])}
+        return values
+
+    def tenant(self, name: str) -> TenantConfig:
+        """Returns the account that requests of tenant `name` are held to."""
+        if account := self.tenants.get(name):
+            return account
+        return self.tenants.get(WILDCARD_TENANT, _UNDECLARED)
+
+
+# Without a "*" there is nobody to isolate: plain vLLM behaviour, one shared cache.
+_UNDECLARED: Final = TenantConfig(isolation="shared")
+
+
+def parse_config(extra_config: Mapping[str, Any]) -> OffloadConfig:
+    """Returns the validated configuration.
+
+    Raises:
+        ConfigError: on the first fault, with the sentence to show the operator.
+    """
+    values = dict(extra_config)
+    origin = dict.fromkeys(values, _WHERE)
+    if isinstance(path := values.get("policy_file"), str):
+        policy = _read_policy_file(Path(path))
+        values.update(policy)
+        origin.update(dict.fromkeys(policy, path))
+    try:
+        config = OffloadConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors()[0], origin)) from None
+    _check_combinations(config)
+    return config
+
+
+_POLICY_KEYS: Final = ("tenants", "tenant_from", "max_protected", "load_wait_ms")
+
+
+def _read_policy_file(path: Path) -> dict[str, Any]:
+    try:
+        # YAML is a superset of JSON: one parser reads both.
+        policy = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error).replace("\n", " ")
+        raise ConfigError(
+            f"{_WHERE}: policy_file '{path}' can't be read ({reason}); "
+            "give the path of a YAML or JSON file that every vLLM process can read."
+        ) from None
+    if not isinstance(policy, dict):
+        raise ConfigError(
+            f"policy_file '{path}' holds no mapping; start it with 'tenants:'."
+        )
+    for key in policy:
+        if key not in _POLICY_KEYS:
+            raise ConfigError(_unknown_key(str(path), str(key), _POLICY_KEYS))
+    return policy
+
+
+def _unknown_key(where: str, key: str, known: tuple[str, ...]) -> str:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"use {', '.join(known)}."
+    return f"{where}: unknown key '{key}'; {hint}"
+
+
+def _field_of(location: tuple[int | str, ...]) -> tuple[type[BaseModel], str]:
+    """Returns the record and the field that an error's location points into."""
+    if location[0] == "tenants" and len(location) > 2:
+        return TenantConfig, str(location[2])
+    return OffloadConfig, str(location[0])
+
+
+def _sentence(error: ErrorDetails, origin: Mapping[str, str]) -> str:
+    location = error["loc"]
+    where = origin.get(str(location[0]), _WHERE)
+    model, name = _field_of(location)
+    key = ".".join(str(part) for part in location if not str(part).startswith("func"))
+    if error["type"] == "extra_forbidden":
+        parent = key.rpartition(".")[0]
+        return _unknown_key(
+            f"{where}: {parent}" if parent else where, name, tuple(model.model_fields)
+        )
+    message = error["msg"]
+    message = message.replace("Input should be", "must be")
+    field = model.model_fields.get(name)
+    fix = f"; {field.description}" if field and field.description else ""
+    return f"{where}: '{key}' = {error['input']!r:.80} {message}{fix}."
+
+
+def _check_combinations(config: OffloadConfig) -> None:
+    if config.block_size is not None and config.blocks_per_chunk is not None:
+        raise ConfigError(
+            f"{_WHERE}: block_size = {config.block_size} and blocks_per_chunk = "
+            f"{config.blocks_per_chunk} both set the chunk size; give only one."
+        )
+    if not config.tenant_from:
+        raise ConfigError(
+            f"{_WHERE}: tenant_from is empty, so no request could have a tenant; "
+            'leave it out or give ["kv_transfer_params"].'
+        )
+    for name in config.tenants:
+        if not 1 <= len(name) <= 128:
+            raise ConfigError(
+                f"{_WHERE}: tenants.{name:.20}... has a name of {len(name)} "
+                "characters; use 1 to 128."
+            )
+
+
+def check_accounts(config: OffloadConfig, pool_bytes: int) -> None:
+    """Checks the tenants' sizes against a pool of `pool_bytes`.
+
+    Raises:
+        ConfigError: naming the tenant, the values and the fix.
+    """
+    total_bytes = 0
+    for name, tenant in config.tenants.items():
+        reserved = tenant.reserved.resolve(pool_bytes)
+        total_bytes += reserved
+        limit = pool_bytes if tenant.limit is None else tenant.limit.resolve(pool_bytes)
+        if limit < reserved:
+            raise ConfigError(
+                f"{_WHERE}: tenant '{name}' has limit = {limit} bytes below reserved "
+                f"= {reserved} bytes; raise the limit or lower the reservation."
+            )
+    if total_bytes > pool_bytes:
+        raise ConfigError(
+            f"{_WHERE}: the tenants reserve {total_bytes} bytes together, more than "
+            f"the pool of {pool_bytes} bytes; lower them or raise cpu_bytes_to_use."
+        )
+
+
+def inert_keys(config: OffloadConfig) -> tuple[str, ...]:
+    """Returns the keys that were given, are valid, and have no effect yet."""
+    given = [
+        key
+        for key in ("max_protected",)
+        if key in config.model_fields_set
+    ]
+    if "eviction_policy" in config.model_fields_set and config.eviction_policy == "ctx":
+        given.append("eviction_policy")
+    accounting = ("reserved", "limit", "weight", "max_priority", "max_ttl_s")
+    given.extend(
+        f"tenants.{name}.{key}"
+        for name, tenant in config.tenants.items()
+        for key in accounting
+        if key in tenant.model_fields_set
+    )
+    return tuple(given)

@@ -1,0 +1,194 @@
+"""CtxOffloadConnector: what vLLM calls, one delegation per hook."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm_ctx_offload.adapters import vllm_api
+from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.config import inert_keys, parse_config
+from vllm_ctx_offload.messages import WorkerReport
+from vllm_ctx_offload.plan import resolve_plan
+from vllm_ctx_offload.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CtxOffloadConnector"]
+
+logger = logging.getLogger(__name__)
+
+
+class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
+    """Keeps the KV cache of finished and paused requests in host memory.
+
+    vLLM makes one in the scheduler's process and one in each worker; only the half of
+    its role exists. The hooks below are in the order in which one step calls them.
+    """
+
+    def __init__(
+        self,
+        vllm_config: vllm_api.VllmConfig,
+        role: vllm_api.KVConnectorRole,
+        kv_cache_config: vllm_api.KVCacheConfig,
+    ) -> None:
+        """Validates everything; see `kv_connector_extra_config` in the README.
+
+        Raises:
+            ConfigError: the configuration or the model is not supported.
+        """
+        vllm_api.adopt_vllm_logging()
+        super().__init__(vllm_config, role, kv_cache_config)
+        vllm_api.check_environment(vllm_config, kv_cache_config)
+        transfer = vllm_api.transfer_config(vllm_config)
+        config = parse_config(transfer.kv_connector_extra_config)
+        shape = vllm_api.model_shape(vllm_config, kv_cache_config)
+        plan = resolve_plan(config, shape)
+        self._num_device_blocks = shape.num_device_blocks
+        self._scheduler: SchedulerSide | None = None
+        self._worker: OffloadWorker | None = None
+        self._report = WorkerReport()
+        self._failed_block_ids: set[int] = set()
+        if role is vllm_api.KVConnectorRole.WORKER:
+            self._worker = OffloadWorker(plan)
+            return
+        self._scheduler = SchedulerSide(config, plan)
+        vllm_api.load_failures_recompute(vllm_config)
+        logger.info("CtxOffloadConnector plan: %s.", plan.describe())
+        if keys := inert_keys(config):
+            logger.warning(
+                "These settings are valid but have no effect yet: %s.", ", ".join(keys)
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a lost store is a later cache miss
+
+    # ---- scheduler side
+
+    @property
+    def _scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler hook was called on a worker"
+        return self._scheduler
+
+    def on_new_request(self, request: vllm_api.Request) -> None:
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: vllm_api.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler_side.lookup(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self,
+        request: vllm_api.Request,
+        blocks: vllm_api.KVCacheBlocks,
+        num_external_tokens: int,
+    ) -> None:
+        self._scheduler_side.on_allocated(
+            request, blocks.get_block_ids()[0], num_external_tokens
+        )
+
+    def build_connector_meta(
+        self, scheduler_output: vllm_api.SchedulerOutput
+    ) -> vllm_api.KVConnectorMetadata:
+        events = vllm_api.step_events(scheduler_output)
+        return vllm_api.CtxOffloadMetadata(self._scheduler_side.plan_step(events))
+
+    def update_connector_output(
+        self, connector_output: vllm_api.KVConnectorOutput
+    ) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, vllm_api.CtxOffloadWorkerMetadata):
+            self._scheduler_side.on_worker_report(metadata.report)
+
+    def request_finished(
+        self, request: vllm_api.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # False: the blocks are not held back; a store that still reads them is fenced.
+        return False, self._scheduler_side.on_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: vllm_api.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        # Keeps the engine stepping until the transfers of the last request have ended.
+        return self._scheduler_side.has_work
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler_side.reset()
+
+    # ---- worker side
+
+    @property
+    def _worker_side(self) -> OffloadWorker:
+        assert self._worker is not None, "a worker hook was called on the scheduler"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker_side.register(kv_caches, self._num_device_blocks)
+
+    def handle_preemptions(
+        self, kv_connector_metadata: vllm_api.KVConnectorMetadata
+    ) -> None:
+        assert isinstance(kv_connector_metadata, vllm_api.CtxOffloadMetadata)
+        self._worker_side.before_forward(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, vllm_api.CtxOffloadMetadata)
+        self._worker_side.start_loads(metadata.plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only after all its layers came."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Stores start after the whole forward pass, in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, vllm_api.CtxOffloadMetadata)
+        self._worker_side.start_stores(metadata.plan)
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        finished = self._worker_side.finish_step()
+        # One snapshot: the next two hooks report the same jobs in the same step.
+        self._report = finished.report
+        self._failed_block_ids = finished.failed_block_ids
+        return None, finished.loaded_requests or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> vllm_api.CtxOffloadWorkerMetadata | None:
+        report, self._report = self._report, WorkerReport()
+        return vllm_api.CtxOffloadWorkerMetadata(report) if report else None
+
+    # ---- both sides
+
+    def get_kv_connector_stats(self) -> vllm_api.KVConnectorStats | None:
+        if self._scheduler is not None:
+            increments = self._scheduler.take_stats()
+        else:
+            increments = self._worker_side.stats.take()
+        return vllm_api.CtxOffloadStats(increments) if increments else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> vllm_api.KVConnectorStats | None:
+        return vllm_api.CtxOffloadStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> Any:
+        return vllm_api.CtxOffloadPromMetrics(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,90 @@
+"""A decorator that stores only what was offered often enough."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from vllm_ctx_offload.context import ReqContext
+from vllm_ctx_offload.core.manager import (
+    LookupResult,
+    OffloadingManager,
+    StoreGrant,
+)
+
+__all__ = ["ReuseFilter"]
+
+
+class ReuseFilter(OffloadingManager):
+    """Passes a chunk on to `inner` from the `threshold`-th request that offers it.
+
+    A request counts once for a chunk, however often it offers it. The counts of the
+    `max_tracker_size` keys offered last are remembered. All other calls, and the
+    context with every call, go through unchanged.
+    """
+
+    def __init__(
+        self, inner: OffloadingManager, threshold: int, max_tracker_size: int
+    ) -> None:
+        self._inner = inner
+        self._threshold = threshold
+        self._max_tracker_size = max_tracker_size
+        self._offers: OrderedDict[bytes, int] = OrderedDict()
+        # How much of its chain a live request has been counted for: a chain only
+        # grows at its tail.
+        self._num_counted: dict[str, int] = {}
+
+    def prepare_store(
+        self, keys: Sequence[bytes], req_context: ReqContext
+    ) -> StoreGrant:
+        self._count(keys, req_context.request_id)
+        offers, threshold = self._offers, self._threshold
+        length = 0
+        # A chunk behind a gap could not be hit: the leading run is all that counts.
+        while length < len(keys) and offers.get(keys[length], 0) >= threshold:
+            length += 1
+        return self._inner.prepare_store(keys[:length], req_context)
+
+    def _count(self, keys: Sequence[bytes], request_id: str) -> None:
+        offers = self._offers
+        for key in keys[self._num_counted.get(request_id, 0) :]:
+            offers[key] = offers.pop(key, 0) + 1
+        self._num_counted[request_id] = len(keys)
+        while len(offers) > self._max_tracker_size:
+            offers.popitem(last=False)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._num_counted.pop(req_context.request_id, None)
+        self._inner.on_request_finished(req_context)
+
+    def reset(self) -> None:
+        self._offers.clear()
+        self._inner.reset()
+
+    def lookup(self, keys: Sequence[bytes], req_context: ReqContext) -> LookupResult:
+        return self._inner.lookup(keys, req_context)
+
+    def touch(self, keys: Sequence[bytes], req_context: ReqContext) -> None:
+        self._inner.touch(keys, req_context)
+
+    def prepare_load(
+        self, keys: Sequence[bytes], req_context: ReqContext
+    ) -> tuple[int, ...]:
+        return self._inner.prepare_load(keys, req_context)
+
+    def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        self._inner.complete_load(keys, req_context)
+
+    def complete_store(
+        self,
+        keys: Collection[bytes],
+        req_context: ReqContext,
+        success: bool = True,
+    ) -> None:
+        self._inner.complete_store(keys, req_context, success)
+
+    def remove(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        self._inner.remove(keys, req_context)
+
+    def on_new_request(self, req_context: ReqContext) -> None:
+        self._inner.on_new_request(req_context)

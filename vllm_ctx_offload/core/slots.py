@@ -1,0 +1,50 @@
+"""The free slots of the host pool."""
+
+from __future__ import annotations
+
+__all__ = ["SlotAllocator"]
+
+
+class SlotAllocator:
+    """Hands out the slots 0 to `num_slots` - 1, each to one owner at a time.
+
+    Slots never used before come in ascending order, so chunks that are stored
+    together lie side by side and copies are long; after that the slot freed last is
+    reused first.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 0:
+            raise ValueError(f"num_slots = {num_slots} is negative")
+        self.num_slots = num_slots
+        self._freed: list[int] = []
+        self._next_unused = 0
+        self._in_use = bytearray(num_slots)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._freed) + self.num_slots - self._next_unused
+
+    def allocate(self) -> int:
+        """Returns a free slot. Raises IndexError when there is none."""
+        if self._freed:
+            slot = self._freed.pop()
+        elif self._next_unused < self.num_slots:
+            slot = self._next_unused
+            self._next_unused += 1
+        else:
+            raise IndexError("no free slot")
+        self._in_use[slot] = 1
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Takes a slot back. Raises ValueError when it is not in use."""
+        if not 0 <= slot < self.num_slots or not self._in_use[slot]:
+            raise ValueError(f"slot {slot} is not in use")
+        self._in_use[slot] = 0
+        self._freed.append(slot)
+
+    def check_invariants(self) -> None:
+        assert len(set(self._freed)) == len(self._freed), "a slot is free twice"
+        assert not any(self._in_use[slot] for slot in self._freed)
+        assert sum(self._in_use) + self.num_free == self.num_slots

@@ -1,0 +1,111 @@
+"""The memory plan: what the configuration means for one model on one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_ctx_offload.config import OffloadConfig, check_accounts
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.memory import default_pool_bytes, format_bytes
+
+__all__ = ["ModelShape", "OffloadPlan", "resolve_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What vLLM decided about the KV cache of the model, for one engine."""
+
+    tokens_per_block: int  # of one device block, over all ranks that split it
+    tokens_per_hash: int  # covered by one block hash; divides tokens_per_block
+    bytes_per_block: int  # on one worker, all layers
+    num_device_blocks: int
+    num_workers: int  # of one engine; each holds its part of every block
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """Sizes that the scheduler side and every worker agree on."""
+
+    tokens_per_block: int
+    blocks_per_chunk: int
+    hashes_per_chunk: int
+    bytes_per_block: int  # on one worker
+    num_workers: int
+    num_slots: int  # chunks that fit; the same on every worker
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return self.tokens_per_block * self.blocks_per_chunk
+
+    @property
+    def bytes_per_chunk(self) -> int:
+        """Of one chunk over all workers."""
+        return self.bytes_per_block * self.blocks_per_chunk * self.num_workers
+
+    @property
+    def num_rows(self) -> int:
+        """Blocks that fit in one worker's pool."""
+        return self.num_slots * self.blocks_per_chunk
+
+    @property
+    def bytes_per_worker(self) -> int:
+        return self.num_rows * self.bytes_per_block
+
+    @property
+    def total_bytes(self) -> int:
+        return self.bytes_per_worker * self.num_workers
+
+    def describe(self) -> str:
+        """Returns the plan as one line for the log."""
+        return (
+            f"chunks of {self.tokens_per_chunk} tokens "
+            f"({format_bytes(self.bytes_per_chunk)}), {self.num_slots} slots for "
+            f"{self.num_slots * self.tokens_per_chunk} tokens, "
+            f"{format_bytes(self.bytes_per_worker)} of host memory on each of "
+            f"{self.num_workers} worker(s), {format_bytes(self.total_bytes)} in all"
+        )
+
+
+def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
+    """Returns the memory plan of a configuration for a model.
+
+    Raises:
+        ConfigError: the chunk size does not fit the blocks, the pool holds no chunk,
+            or the tenants' accounts do not fit the pool.
+    """
+    blocks_per_chunk = _blocks_per_chunk(config, shape.tokens_per_block)
+    pool_bytes = config.cpu_bytes_to_use
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes()
+    bytes_per_chunk = shape.bytes_per_block * blocks_per_chunk * shape.num_workers
+    num_slots = pool_bytes // bytes_per_chunk
+    if num_slots < 1:
+        raise ConfigError(
+            f"kv_connector_extra_config: cpu_bytes_to_use = {pool_bytes} bytes holds no "
+            f"chunk, because one chunk of {blocks_per_chunk} block(s) takes "
+            f"{bytes_per_chunk} bytes over {shape.num_workers} worker(s); give at "
+            "least that, and many times that to be of use."
+        )
+    check_accounts(config, num_slots * bytes_per_chunk)
+    hashes_per_block = shape.tokens_per_block // shape.tokens_per_hash
+    return OffloadPlan(
+        tokens_per_block=shape.tokens_per_block,
+        blocks_per_chunk=blocks_per_chunk,
+        hashes_per_chunk=hashes_per_block * blocks_per_chunk,
+        bytes_per_block=shape.bytes_per_block,
+        num_workers=shape.num_workers,
+        num_slots=num_slots,
+    )
+
+
+def _blocks_per_chunk(config: OffloadConfig, tokens_per_block: int) -> int:
+    if config.block_size is None:
+        return config.blocks_per_chunk or 1
+    blocks, rest = divmod(config.block_size, tokens_per_block)
+    if rest:
+        raise ConfigError(
+            f"kv_connector_extra_config: block_size = {config.block_size} tokens is no "
+            f"multiple of the device's block of {tokens_per_block} tokens; use "
+            f"{(blocks + 1) * tokens_per_block}, or blocks_per_chunk."
+        )
+    return blocks

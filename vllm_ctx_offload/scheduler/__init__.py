@@ -1,0 +1,6 @@
+"""The scheduler side: events of vLLM's scheduler in, transfer plans out."""
+
+from vllm_ctx_offload.scheduler.planner import Planner, StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler.request_state import RequestOffloadState, RequestView
+
+__all__ = ["Planner", "RequestOffloadState", "RequestView", "StepEvents", "TableUpdate"]

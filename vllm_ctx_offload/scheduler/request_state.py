@@ -1,0 +1,134 @@
+"""What the scheduler side knows of one request, and how that may change."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
+
+from vllm_ctx_offload.context import ReqContext
+
+__all__ = ["Lease", "LookupAnswer", "RequestOffloadState", "RequestView", "Status"]
+
+
+class RequestView(Protocol):
+    """The attributes of a vLLM request that decisions are made from; read only."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens that are known, without drafts or placeholders."""
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV was scheduled; runs ahead under async scheduling."""
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes of the full blocks of known tokens; may lag behind."""
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool | None: ...
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()  # owns no block table that it computes into
+    LOADING = enum.auto()  # owns blocks; a load job fills some of them
+    RUNNING = enum.auto()  # owns blocks; was scheduled with them
+    FINISHED = enum.auto()  # no state is kept; transfers may still be under way
+
+
+_TRANSITIONS: Final[Mapping[Status, frozenset[Status]]] = {
+    # WAITING to WAITING: preempted twice, as a reset and a step both report it.
+    Status.WAITING: frozenset(Status),
+    # LOADING to WAITING: the load ended, well or not.
+    Status.LOADING: frozenset({Status.WAITING, Status.FINISHED}),
+    # RUNNING to RUNNING: the next step, or preempted and resumed between two.
+    Status.RUNNING: frozenset({Status.WAITING, Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+class Lease(NamedTuple):
+    """Chunks that a positive lookup answer pinned for the request."""
+
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    first_chunk: int  # index of keys[0] in the request's chain
+    start_token: int  # the local hit: loading begins here, maybe inside a chunk
+
+
+class LookupAnswer(NamedTuple):
+    """A lookup's figures, counted only once the request is admitted with them."""
+
+    lookup_tokens: int
+    hit_tokens: int
+    skip_reason: str | None  # why nothing was looked up
+
+
+@dataclass(slots=True)
+class RequestOffloadState:
+    """One live request."""
+
+    request: RequestView
+    req_context: ReqContext  # built once, when the request was first seen
+    key_prefix: bytes  # namespace and group, framed
+    status: Status = Status.WAITING
+    keys: list[bytes] = field(default_factory=list)  # chunk keys, head first
+    block_ids: list[int] = field(default_factory=list)  # the block table
+    num_offered: int = 0  # length of the chain when it was last offered for storing
+    # Tokens whose KV in the current blocks must not be stored: it was computed before
+    # a reset of the cache.
+    store_barrier: bool = False
+    lease: Lease | None = None
+    answer: LookupAnswer | None = None
+    wait_until: float | None = None  # end of the wait for a chunk being stored
+    # Figures of the receipt, in tokens.
+    lookup_tokens: int = 0
+    loaded_tokens: int = 0
+    stored_tokens: int = 0
+    rejected_tokens: int = 0
+
+    def move_to(self, status: Status) -> None:
+        """Changes the status. Raises AssertionError on an illegal transition."""
+        assert status in _TRANSITIONS[self.status], f"{self.status} -> {status}"
+        self.status = status
+
+    def leave_blocks(self) -> None:
+        """The request no longer owns its blocks: preempted, or its load was undone."""
+        self.move_to(Status.WAITING)
+        self.block_ids = []
+        self.num_offered = 0
+        self.store_barrier = False
+
+    def chain(self, num_chunks: int, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the first chunks, as many of `num_chunks` as are hashed.
+
+        The key of a chunk is the hash at its end: hashes are chained, so it stands for
+        everything before it too.
+        """
+        hashes = self.request.block_hashes
+        num_chunks = min(num_chunks, len(hashes) // hashes_per_chunk)
+        if self.keys and not self._is_current(hashes, hashes_per_chunk):
+            # A streaming-input session replaced tokens that were hashed already.
+            self.keys = []
+            self.num_offered = 0
+        for index in range(len(self.keys), num_chunks):
+            end = (index + 1) * hashes_per_chunk - 1
+            self.keys.append(self.key_prefix + hashes[end])
+        return self.keys[:num_chunks]
+
+    def _is_current(self, hashes: Sequence[bytes], hashes_per_chunk: int) -> bool:
+        end = len(self.keys) * hashes_per_chunk - 1
+        return end < len(hashes) and self.keys[-1] == self.key_prefix + hashes[end]
+
+
+def make_key_prefix(namespace: bytes, group: int) -> bytes:
+    """Returns the part of a key before the hash.
+
+    Framed by length, so that no choice of names can make two prefixes alike.
+    """
+    return len(namespace).to_bytes(2, "big") + namespace + bytes([group])

@@ -1,0 +1,99 @@
+"""Batched copies between device blocks and host rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_ctx_offload.worker.kv_layout import BlockLayout
+
+__all__ = ["Run", "copy_on_cpu", "runs_of"]
+
+# PyTorch splits a copy over the OpenMP threads from this many elements on. Those
+# threads belong to the model: a copy that stays below runs on the calling thread.
+_GRAIN_ELEMENTS = 32_768
+# Below this many bytes for one run, a call a run costs more than an indexed copy.
+_MIN_RUN_BYTES = 4096
+
+
+class Run(NamedTuple):
+    """`length` neighbouring blocks that go to as many neighbouring rows."""
+
+    block: int
+    row: int
+    length: int
+
+
+def runs_of(block_ids: Sequence[int], rows: Sequence[int]) -> Iterator[Run]:
+    """Yields the longest runs of (block, row) pairs, in the order given."""
+    start = 0
+    for index in range(1, len(block_ids) + 1):
+        length = index - start
+        if (
+            index < len(block_ids)
+            and block_ids[index] == block_ids[start] + length
+            and rows[index] == rows[start] + length
+        ):
+            continue
+        yield Run(block_ids[start], rows[start], length)
+        start = index
+
+
+def copy_on_cpu(
+    layout: BlockLayout,
+    pool: torch.Tensor,
+    block_ids: Sequence[int],
+    rows: Sequence[int],
+    *,
+    to_host: bool,
+) -> None:
+    """Copies blocks to rows (`to_host`) or rows to blocks, and returns when done.
+
+    Args:
+        layout: of the cache, on the CPU.
+        pool: uint8 [num_rows, bytes_per_row], on the CPU.
+        block_ids, rows: of equal length; the i-th block and the i-th row.
+    """
+    runs = list(runs_of(block_ids, rows))
+    block_index = torch.tensor(block_ids)
+    row_index = torch.tensor(rows)
+    for segment in layout.segments:
+        end = segment.offset + segment.num_bytes
+        host = pool[:, segment.offset : end].view(layout.word)
+        device = segment.view
+        if segment.num_bytes * len(block_ids) < _MIN_RUN_BYTES * len(runs):
+            if to_host:
+                host.index_copy_(0, row_index, device.index_select(0, block_index))
+            else:
+                device.index_copy_(0, block_index, host.index_select(0, row_index))
+            continue
+        for piece in _pieces(runs, device.shape[1]):
+            on_device = device[piece.blocks, piece.words]
+            on_host = host[piece.rows, piece.words]
+            if to_host:
+                on_host.copy_(on_device)
+            else:
+                on_device.copy_(on_host)
+
+
+class _Piece(NamedTuple):
+    blocks: slice
+    rows: slice
+    words: slice
+
+
+def _pieces(runs: Sequence[Run], words_per_block: int) -> Iterator[_Piece]:
+    """Cuts runs into copies too small to reach the OpenMP threads."""
+    words_at_once = min(words_per_block, _GRAIN_ELEMENTS - 1)
+    blocks_at_once = max((_GRAIN_ELEMENTS - 1) // words_per_block, 1)
+    for block, row, length in runs:
+        for start in range(0, length, blocks_at_once):
+            end = min(start + blocks_at_once, length)
+            for word in range(0, words_per_block, words_at_once):
+                yield _Piece(
+                    slice(block + start, block + end),
+                    slice(row + start, row + end),
+                    slice(word, word + words_at_once),
+                )

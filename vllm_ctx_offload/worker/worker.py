@@ -1,0 +1,155 @@
+"""The worker side: takes the plan of a step through the device backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.stats import OffloadStats
+from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
+from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer
+from vllm_ctx_offload.worker.host_pool import HostPool
+from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
+from vllm_ctx_offload.worker.proof import prove_layout
+from vllm_ctx_offload.worker.transfer import JobResult, Transfer
+
+__all__ = ["FinishedTransfers", "OffloadWorker"]
+
+logger = logging.getLogger(__name__)
+
+# How long a step without tokens waits for a transfer instead of spinning: short
+# enough for a request that arrives meanwhile.
+_IDLE_WAIT_S: Final = 0.001
+
+
+@dataclass(slots=True)
+class FinishedTransfers:
+    """What ended since the last step."""
+
+    loaded_requests: set[str] = field(default_factory=set)  # well or not
+    failed_block_ids: set[int] = field(default_factory=set)  # targets of failed loads
+    report: WorkerReport = field(default_factory=WorkerReport)
+
+
+class OffloadWorker:
+    """One worker's pool and transfers; every method is called on the model's thread.
+
+    In each step: `before_forward`, then `start_loads`, the forward pass before or
+    after it, `start_stores`, `finish_step`.
+    """
+
+    def __init__(self, plan: OffloadPlan) -> None:
+        self._plan = plan
+        self.stats = OffloadStats()
+        self._pool: HostPool | None = None
+        self._transfer: Transfer | None = None
+        self._idle = False
+        # Jobs that could not even be submitted.
+        self._refused: list[JobResult] = []
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """Takes the cache tensors, makes the pool, and proves the layout by use.
+
+        Raises:
+            ConfigError: unknown layout, too little memory, or unsupported device.
+        """
+        layout = derive_layout(kv_caches, num_blocks)
+        if layout.bytes_per_block > self._plan.bytes_per_block:
+            raise ConfigError(
+                f"CtxOffloadConnector: a block takes {layout.bytes_per_block} bytes on "
+                f"this worker, but vLLM's specification says "
+                f"{self._plan.bytes_per_block}; please report this model, and serve "
+                "it without the connector until then."
+            )
+        self._pool = HostPool(
+            self._plan.num_rows,
+            layout.bytes_per_block,
+            pin=layout.device.type == "cuda",
+        )
+        self._transfer = _make_transfer(layout, self._pool)
+        prove_layout(self._transfer, kv_caches, num_blocks)
+
+    @property
+    def pinned(self) -> bool:
+        return self._pool is not None and self._pool.pinned
+
+    def before_forward(self, plan: TransferPlan) -> None:
+        """Starts late stores and fences the blocks that this step writes anew."""
+        self._idle = plan.idle
+        for job in plan.late_stores:
+            self._submit(job, to_host=True)
+        if plan.fences and self._transfer is not None:
+            self._transfer.fence(plan.fences)
+
+    def start_loads(self, plan: TransferPlan) -> None:
+        for job in plan.loads:
+            self._submit(job, to_host=False)
+
+    def start_stores(self, plan: TransferPlan) -> None:
+        """Called after the forward pass that computes the blocks was submitted."""
+        for job in plan.stores:
+            self._submit(job, to_host=True)
+
+    def _submit(self, job: TransferJob, *, to_host: bool) -> None:
+        valid = len(job.rows) == len(job.block_ids) and all(
+            0 <= row < self._plan.num_rows for row in job.rows
+        )
+        if self._transfer is None or not valid:
+            self._refused.append(JobResult(job, to_host, False, 0, 0.0))
+            return
+        self._transfer.submit(job, to_host=to_host)
+
+    def finish_step(self) -> FinishedTransfers:
+        """Returns what ended since the last call, each job exactly once."""
+        results, self._refused = self._refused, []
+        if self._transfer is not None:
+            wait = _IDLE_WAIT_S if self._idle and not results else 0.0
+            results += self._transfer.poll(wait)
+        finished = FinishedTransfers()
+        for result in results:
+            self._count(result)
+            finished.report.num_done[result.job.job_id] += 1
+            if not result.ok:
+                finished.report.failed.add(result.job.job_id)
+            if not result.to_host:
+                finished.loaded_requests.add(result.job.request_id)
+                if not result.ok:
+                    finished.failed_block_ids.update(result.job.block_ids)
+        return finished
+
+    def _count(self, result: JobResult) -> None:
+        direction = "store" if result.to_host else "load"
+        if not result.ok:
+            self.stats.count("transfer_failures", direction)
+            return
+        self.stats.count("transferred_bytes", direction, by=result.num_bytes)
+        self.stats.count("transfer_seconds", direction, by=result.seconds)
+        self.stats.count("transfers", direction)
+
+    def close(self) -> None:
+        """Ends all transfers and gives the pool back. May be called twice."""
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _make_transfer(layout: BlockLayout, pool: HostPool) -> Transfer:
+    device = layout.device.type
+    if device == "cpu":
+        return CpuTransfer(layout, pool.rows)
+    if device == "cuda":
+        return CudaTransfer(layout, pool.rows, pinned=pool.pinned)
+    raise ConfigError(
+        f"CtxOffloadConnector: the KV cache lies on a '{device}' device, but only "
+        "'cuda' and 'cpu' are supported; serve without the connector there."
+    )
