@@ -26,11 +26,11 @@ def register() -> None:
         # pull torch and the whole connector package into every process.
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        if CONNECTOR_NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - no public query
             KVConnectorFactory.register_connector(
                 CONNECTOR_NAME, "vllm_ctx_offload.connector", CONNECTOR_NAME
             )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a plugin must not stop vLLM's start
         logging.getLogger(__name__).warning(
             "%s was not registered with vLLM: %s", CONNECTOR_NAME, error
         )

@@ -269,11 +269,7 @@ def check_accounts(config: OffloadConfig, pool_bytes: int) -> None:
 
 def inert_keys(config: OffloadConfig) -> tuple[str, ...]:
     """Returns the keys that were given, are valid, and have no effect yet."""
-    given = [
-        key
-        for key in ("max_protected",)
-        if key in config.model_fields_set
-    ]
+    given = [key for key in ("max_protected",) if key in config.model_fields_set]
     if "eviction_policy" in config.model_fields_set and config.eviction_policy == "ctx":
         given.append("eviction_policy")
     accounting = ("reserved", "limit", "weight", "max_priority", "max_ttl_s")

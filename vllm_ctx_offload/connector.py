@@ -93,8 +93,10 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: vllm_api.SchedulerOutput
     ) -> vllm_api.KVConnectorMetadata:
-        events = vllm_api.step_events(scheduler_output)
-        return vllm_api.CtxOffloadMetadata(self._scheduler_side.plan_step(events))
+        plan = self._scheduler_side.plan_step(
+            lambda: vllm_api.step_events(scheduler_output)
+        )
+        return vllm_api.CtxOffloadMetadata(plan)
 
     def update_connector_output(
         self, connector_output: vllm_api.KVConnectorOutput

@@ -85,7 +85,7 @@ class ReqContext:
     rejected: tuple[RejectedHint, ...] = field(default=(), compare=False)
 
 
-class _Invalid(Exception):
+class _Invalid(Exception):  # noqa: N818 - a signal, not an error
     """A value that its parser refuses; never leaves this module."""
 
 
@@ -173,7 +173,9 @@ class _Parser:
     def __init__(self) -> None:
         self.rejected: list[RejectedHint] = []
 
-    def read(self, name: str, parse: Callable[[object], _T], value: object) -> _T | None:
+    def read(
+        self, name: str, parse: Callable[[object], _T], value: object
+    ) -> _T | None:
         try:
             return parse(value)
         except _Invalid as invalid:

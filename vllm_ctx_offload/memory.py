@@ -92,11 +92,7 @@ def default_pool_bytes() -> int:
 
 def format_bytes(num_bytes: int) -> str:
     """Returns `num_bytes` as short text, such as "1.50 GiB"."""
-    value = float(num_bytes)
-    for unit in _UNITS[:-1]:
-        if value < 1024:
-            break
-        value /= 1024
-    else:
-        unit = _UNITS[-1]
-    return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if power == 0:
+        return f"{num_bytes} B"
+    return f"{num_bytes / 1024**power:.2f} {_UNITS[power]}"

@@ -81,8 +81,8 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
     num_slots = pool_bytes // bytes_per_chunk
     if num_slots < 1:
         raise ConfigError(
-            f"kv_connector_extra_config: cpu_bytes_to_use = {pool_bytes} bytes holds no "
-            f"chunk, because one chunk of {blocks_per_chunk} block(s) takes "
+            f"kv_connector_extra_config: cpu_bytes_to_use = {pool_bytes} bytes hold no "
+            f"chunk, because one of {blocks_per_chunk} block(s) takes "
             f"{bytes_per_chunk} bytes over {shape.num_workers} worker(s); give at "
             "least that, and many times that to be of use."
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
@@ -18,6 +18,8 @@ from vllm_ctx_offload.stats import OffloadStats
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class SchedulerSide:
@@ -71,88 +73,86 @@ class SchedulerSide:
         if params is not None and not isinstance(params, Mapping):
             # vLLM itself reads fields of it right after this call and would raise.
             request.kv_transfer_params = None
-        if self._disabled:
-            return
-        try:
-            self.planner.on_new_request(request)
-        except Exception:
-            self._disable("on_new_request")
+        self._attempt(
+            "on_new_request", lambda: self.planner.on_new_request(request), None
+        )
 
-    def lookup(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._disabled:
-            return 0, False
-        try:
-            return self.planner.lookup(request, num_computed_tokens, time.monotonic())
-        except Exception:
-            self._disable("get_num_new_matched_tokens")
-            return 0, False
+    def lookup(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
+        nothing: tuple[int | None, bool] = (0, False)
+        return self._attempt(
+            "get_num_new_matched_tokens",
+            lambda: self.planner.lookup(request, num_local_tokens, time.monotonic()),
+            nothing,
+        )
 
     def on_allocated(
         self, request: Any, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        if not self._disabled:
-            try:
-                self.planner.on_allocated(request, block_ids, num_external_tokens)
-                return
-            except Exception:
-                self._disable("update_state_after_alloc")
-        if num_external_tokens > 0:
+        def take() -> bool:
+            self.planner.on_allocated(request, block_ids, num_external_tokens)
+            return True
+
+        taken = self._attempt("update_state_after_alloc", take, False)
+        if not taken and num_external_tokens > 0:
             self._broken_loads.append(
                 TransferJob(-1, request.request_id, tuple(block_ids), ())
             )
 
-    def plan_step(self, events: StepEvents) -> TransferPlan:
-        if not self._disabled:
-            try:
-                return self.planner.plan_step(events)
-            except Exception:
-                self._disable("build_connector_meta")
-        loads = (*self.planner.abandon(), *self._broken_loads)
-        self._broken_loads.clear()
-        return TransferPlan(loads=loads, idle=not events.num_scheduled_tokens)
+    def plan_step(self, read_events: Callable[[], StepEvents]) -> TransferPlan:
+        plan = self._attempt(
+            "build_connector_meta",
+            lambda: self.planner.plan_step(read_events()),
+            None,
+        )
+        if plan is None:
+            loads = (*self.planner.abandon(), *self._broken_loads)
+            self._broken_loads.clear()
+            plan = TransferPlan(loads=loads)
+        return plan
 
     def on_worker_report(self, report: WorkerReport) -> None:
-        if self._disabled:
-            return
-        try:
-            self.planner.on_worker_report(report)
-        except Exception:
-            self._disable("update_connector_output")
+        self._attempt(
+            "update_connector_output",
+            lambda: self.planner.on_worker_report(report),
+            None,
+        )
 
     def on_finished(
         self, request: Any, block_ids: Sequence[int]
     ) -> dict[str, Any] | None:
-        if self._disabled:
-            return None
-        try:
-            return self.planner.on_finished(request, block_ids)
-        except Exception:
-            self._disable("request_finished")
-            return None
+        return self._attempt(
+            "request_finished",
+            lambda: self.planner.on_finished(request, block_ids),
+            None,
+        )
 
     def reset(self) -> bool:
-        if self._disabled:
-            return True  # nothing that is stored will ever be read
-        try:
-            return self.planner.reset()
-        except Exception:
-            self._disable("reset_cache")
-            return False
+        # Once disabled, nothing that is stored will ever be read: that is a reset too.
+        return self._attempt("reset_cache", self.planner.reset, True)
 
     @property
     def has_work(self) -> bool:
         return not self._disabled and self.planner.has_work
 
     def take_stats(self) -> dict[str, float]:
+        """Returns the increments of the counters since the last call."""
         return self._stats.take()
 
-    def _disable(self, hook: str) -> None:
-        self._disabled = True
-        logger.exception(
-            "CtxOffloadConnector disabled itself after an internal error in %s. vLLM "
-            "goes on without offloading; please report this with the lines below.",
-            hook,
-        )
+    def _attempt(self, hook: str, call: Callable[[], _T], fallback: _T) -> _T:
+        """Returns what `call` returns, or `fallback` once anything has gone wrong."""
+        if self._disabled:
+            return fallback
+        try:
+            return call()
+        except Exception:
+            self._disabled = True
+            logger.exception(
+                "CtxOffloadConnector disabled itself after an internal error in %s. "
+                "vLLM goes on without offloading; please report this with the lines "
+                "below.",
+                hook,
+            )
+            return fallback
 
 
 def _make_manager(

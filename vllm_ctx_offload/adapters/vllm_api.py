@@ -113,9 +113,7 @@ class CtxOffloadPromMetrics(KVConnectorPromMetrics):
             self._counter_cls, self._labelnames, self.per_engine_labelvalues
         )
 
-    def observe(
-        self, transfer_stats_data: dict[str, Any], engine_idx: int = 0
-    ) -> None:
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._counters.observe(transfer_stats_data, engine_idx)
 
 
@@ -192,9 +190,7 @@ def _layer_specs(group: Any) -> Iterator[Any]:
         yield from per_layer.values()
 
 
-def model_shape(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> ModelShape:
+def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
     """Returns the sizes that vLLM settled on for the model's KV cache."""
     (group,) = kv_cache_config.kv_cache_groups
     tokens_per_block = next(_layer_specs(group)).block_size
@@ -237,9 +233,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
     """Translates what vLLM's scheduler decided for a step."""
     cached = output.scheduled_cached_reqs
     tables = [
-        TableUpdate(
-            new.req_id, new.block_ids[0], new.num_computed_tokens, replace=True
-        )
+        TableUpdate(new.req_id, new.block_ids[0], new.num_computed_tokens, replace=True)
         for new in output.scheduled_new_reqs
     ]
     for request_id, block_ids, num_computed in zip(

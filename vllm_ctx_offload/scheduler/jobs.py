@@ -13,6 +13,8 @@ __all__ = ["Job", "JobKind", "JobTable"]
 
 
 class JobKind(enum.Enum):
+    """The direction of a transfer."""
+
     STORE = enum.auto()  # device to host
     LOAD = enum.auto()  # host to device
 

@@ -20,14 +20,17 @@ class RequestView(Protocol):
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens that are known, without drafts or placeholders."""
+
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV was scheduled; runs ahead under async scheduling."""
+
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """Chained hashes of the full blocks of known tokens; may lag behind."""
+
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
     @property
@@ -35,6 +38,8 @@ class RequestView(Protocol):
 
 
 class Status(enum.Enum):
+    """Where a request is in its life, as far as its blocks are concerned."""
+
     WAITING = enum.auto()  # owns no block table that it computes into
     LOADING = enum.auto()  # owns blocks; a load job fills some of them
     RUNNING = enum.auto()  # owns blocks; was scheduled with them

@@ -54,7 +54,9 @@ def copy_on_cpu(
     Args:
         layout: of the cache, on the CPU.
         pool: uint8 [num_rows, bytes_per_row], on the CPU.
-        block_ids, rows: of equal length; the i-th block and the i-th row.
+        block_ids: blocks of the cache.
+        rows: as many rows of the pool; the i-th block and the i-th row.
+        to_host: the direction.
     """
     runs = list(runs_of(block_ids, rows))
     block_index = torch.tensor(block_ids)

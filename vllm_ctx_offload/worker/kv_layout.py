@@ -87,9 +87,7 @@ def derive_layout(
     return BlockLayout(tuple(segments), num_blocks, word)
 
 
-def _byte_views(
-    name: str, tensor: torch.Tensor, num_blocks: int
-) -> list[torch.Tensor]:
+def _byte_views(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     """Returns uint8 views [num_blocks, bytes], one for each contiguous part."""
     axis = block_axis(name, tensor, num_blocks)
     item = tensor.element_size()
@@ -158,9 +156,7 @@ def block_axis(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     return max(candidates, key=tensor.stride)
 
 
-def _unknown(
-    name: str, tensor: torch.Tensor, num_blocks: int, why: str
-) -> ConfigError:
+def _unknown(name: str, tensor: torch.Tensor, num_blocks: int, why: str) -> ConfigError:
     blocks = f" for {num_blocks} blocks" if num_blocks else ""
     return ConfigError(
         f"CtxOffloadConnector: the KV cache of layer '{name}' has the unknown layout "
