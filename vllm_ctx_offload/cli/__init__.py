@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from vllm_ctx_offload import __version__
@@ -31,7 +30,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     exit_code: int = args.run(args)
     return exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,6 +23,7 @@ class JobKind(enum.Enum):
 class Job:
     """The scheduler's record of a transfer."""
 
+    job_id: int
     kind: JobKind
     req_context: ReqContext
     keys: tuple[bytes, ...]  # pinned by this job
@@ -57,7 +58,9 @@ class JobTable:
         """Opens a job and returns what the workers need to know of it."""
         job_id = self._next_id
         self._next_id += 1
-        self._jobs[job_id] = Job(kind, req_context, keys, block_ids, self._num_workers)
+        self._jobs[job_id] = Job(
+            job_id, kind, req_context, keys, block_ids, self._num_workers
+        )
         if kind is JobKind.LOAD:
             self.num_loads += 1
         else:
@@ -83,12 +86,12 @@ class JobTable:
             if job.kind is JobKind.LOAD:
                 self.num_loads -= 1
             else:
-                self._forget_reads(job_id, job.block_ids)
+                self._forget_reads(job)
             yield job
 
-    def _forget_reads(self, job_id: int, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            if self._readers.get(block_id) == job_id:
+    def _forget_reads(self, job: Job) -> None:
+        for block_id in job.block_ids:
+            if self._readers.get(block_id) == job.job_id:
                 del self._readers[block_id]
 
     def loading_requests(self) -> set[str]:

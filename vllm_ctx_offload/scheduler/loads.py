@@ -165,7 +165,9 @@ class LoadPlanner:
         block_ids: Sequence[int],
         rows: tuple[int, ...],
     ) -> TransferJob:
-        return self._jobs.add(JobKind.LOAD, state.req_context, keys, block_ids, rows)
+        job = self._jobs.add(JobKind.LOAD, state.req_context, keys, block_ids, rows)
+        state.load_job_id = job.job_id
+        return job
 
 
 def _skip_reason(state: RequestOffloadState) -> str | None:

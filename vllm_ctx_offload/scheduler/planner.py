@@ -182,7 +182,10 @@ class Planner:
         if job.failed:
             # Or the recomputed request would find the same bad chunks again.
             self._manager.remove(job.keys, job.req_context)
-        if (state := self._states.get(job.req_context.request_id)) is not None:
+        state = self._states.get(job.req_context.request_id)
+        # By job: after an abort, a client may have used the request's id again.
+        if state is not None and state.load_job_id == job.job_id:
+            state.load_job_id = None
             state.move_to(Status.WAITING)
 
     def _count_bytes(self, name: str, job: Job) -> None:

@@ -90,6 +90,7 @@ class RequestOffloadState:
     store_barrier: bool = False
     lease: Lease | None = None
     answer: LookupAnswer | None = None
+    load_job_id: int | None = None  # of the load that LOADING waits for
     wait_until: float | None = None  # end of the wait for a chunk being stored
     # Figures of the receipt, in tokens.
     lookup_tokens: int = 0
