@@ -123,7 +123,9 @@ class Planner:
     def plan_step(self, events: StepEvents) -> TransferPlan:
         """Returns the transfers of the step that vLLM's scheduler just decided."""
         for request_id in events.preempted:
-            if (state := self._states.get(request_id)) is not None:
+            state = self._states.get(request_id)
+            # A resumed request is named too; it left its blocks when it was preempted.
+            if state is not None and state.status is Status.RUNNING:
                 state.leave_blocks()
         loads, self._new_loads = tuple(self._new_loads), []
         late_stores, self._new_late_stores = tuple(self._new_late_stores), []
@@ -223,7 +225,7 @@ class Planner:
         """
         for state in self._states.values():
             self._loads.drop_lease(state)
-            if state.status is not Status.WAITING:
+            if state.request.num_computed_tokens > 0:
                 state.store_barrier = True
         self._manager.reset()
         return not self._jobs.num_loads

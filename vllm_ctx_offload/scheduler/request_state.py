@@ -47,8 +47,7 @@ class Status(enum.Enum):
 
 
 _TRANSITIONS: Final[Mapping[Status, frozenset[Status]]] = {
-    # WAITING to WAITING: preempted twice, as a reset and a step both report it.
-    Status.WAITING: frozenset(Status),
+    Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
     # LOADING to WAITING: the load ended, well or not.
     Status.LOADING: frozenset({Status.WAITING, Status.FINISHED}),
     # RUNNING to RUNNING: the next step, or preempted and resumed between two.
@@ -104,7 +103,7 @@ class RequestOffloadState:
         self.status = status
 
     def leave_blocks(self) -> None:
-        """The request no longer owns its blocks: preempted, or its load was undone."""
+        """The running request was preempted: its blocks are others' from now on."""
         self.move_to(Status.WAITING)
         self.block_ids = []
         self.num_offered = 0
