@@ -112,8 +112,8 @@ class LoadPlanner:
         lease, state.lease = state.lease, None
         state.move_to(Status.LOADING)
         if lease is None:
-            # Nothing can be promised about the bytes. Without rows the workers report
-            # the job as failed, and vLLM recomputes.
+            # A reset came between the answer and its admission. Without rows the
+            # workers report the job as failed, and vLLM recomputes.
             return self._open(state, (), block_ids, ())
         return self._load(state, lease, block_ids, num_external_tokens)
 
