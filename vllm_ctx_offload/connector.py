@@ -55,7 +55,8 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return
         self._scheduler = SchedulerSide(config, plan)
         vllm_api.load_failures_recompute(vllm_config)
-        logger.info("CtxOffloadConnector plan: %s.", plan.describe())
+        pin = vllm_api.runs_on_cuda(vllm_config)
+        logger.info("CtxOffloadConnector plan: %s.", plan.describe(pin))
         if keys := inert_keys(config):
             logger.warning(
                 "These settings are valid but have no effect yet: %s.", ", ".join(keys)

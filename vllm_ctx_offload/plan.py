@@ -55,14 +55,15 @@ class OffloadPlan:
     def total_bytes(self) -> int:
         return self.bytes_per_worker * self.num_workers
 
-    def describe(self) -> str:
-        """Returns the plan as one line for the log."""
+    def describe(self, pin: bool) -> str:
+        """Returns the plan as one line for the log; `pin`: whether workers try to."""
         return (
             f"chunks of {self.tokens_per_chunk} tokens "
             f"({format_bytes(self.bytes_per_chunk)}), {self.num_slots} slots for "
             f"{self.num_slots * self.tokens_per_chunk} tokens, "
             f"{format_bytes(self.bytes_per_worker)} of host memory on each of "
-            f"{self.num_workers} worker(s), {format_bytes(self.total_bytes)} in all"
+            f"{self.num_workers} worker(s), {format_bytes(self.total_bytes)} in all, "
+            f"{'pinned' if pin else 'not pinned'}"
         )
 
 

@@ -58,6 +58,7 @@ __all__ = [
     "check_environment",
     "load_failures_recompute",
     "model_shape",
+    "runs_on_cuda",
     "step_events",
     "transfer_config",
 ]
@@ -212,6 +213,11 @@ def _bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     else:
         total_bytes = sum(tensor.size for tensor in tensors)
     return int(total_bytes // kv_cache_config.num_blocks)
+
+
+def runs_on_cuda(vllm_config: VllmConfig) -> bool:
+    """Returns whether the model's device can copy from pinned host memory."""
+    return str(vllm_config.device_config.device_type) == "cuda"
 
 
 def load_failures_recompute(vllm_config: VllmConfig) -> None:
