@@ -206,13 +206,14 @@ def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
 
 
 def _bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
-    tensors = kv_cache_config.kv_cache_tensors
-    if hasattr(tensors[0], "block_stride"):
-        # Placements in one allocation: each names the size of the whole.
-        total_bytes = tensors[0].size
-    else:
-        total_bytes = sum(tensor.size for tensor in tensors)
-    return int(total_bytes // kv_cache_config.num_blocks)
+    tensors: list[Any] = kv_cache_config.kv_cache_tensors
+    if hasattr(tensors[0], "layer_stride"):
+        # From 0.29 on, placements in one allocation: each names the size of the whole.
+        return int(tensors[0].size // kv_cache_config.num_blocks)
+    # Before, one tensor a layer; packed ones name the stride of all of them together.
+    packed = max(tensor.block_stride for tensor in tensors)
+    separate = sum(tensor.size for tensor in tensors if not tensor.block_stride)
+    return int(separate // kv_cache_config.num_blocks + packed)
 
 
 def runs_on_cuda(vllm_config: VllmConfig) -> bool:
