@@ -46,7 +46,7 @@ def run_python(python: Path, code: str) -> str:
         [python, "-I", "-W", "error", "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
