@@ -3,6 +3,9 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
+# Without its compiled files every start of vLLM costs seconds more.
+unexport PYTHONDONTWRITEBYTECODE
+
 PY := .venv/bin/python
 # Whatever Python 3 there is: tools/bootstrap.py looks for the one to use.
 BOOT_PY := $(shell for p in python3 python3.13 python3.12 python3.11; do \

@@ -172,7 +172,7 @@ def install(vllm: str) -> None:
     python = str(VENV_PYTHON)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     wanted = [vllm, "-e", f"{ROOT}[test,dev]"]
-    # Most of what is installed is never imported: what is compiles itself once.
+    # Most of what is installed is never imported; what is compiles itself once.
     step = [*pip, "install", "--no-compile", *wanted]
     if logged(f"installing {vllm} and the project", step):
         return
@@ -235,6 +235,8 @@ def check_imports() -> None:
 
 def set_up() -> None:
     """Brings the environment up to date."""
+    # The first import of vLLM, below, leaves the compiled files that pip did not write.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     override = os.environ.get("CTX_OFFLOAD_VLLM", "")
     wanted = inputs_hash(override)
     if is_up_to_date(wanted):
