@@ -108,7 +108,11 @@ class Planner:
 
         None: ask again, a chunk is just being stored. `now` is any clock in seconds.
         """
-        return self._loads.lookup(self.on_new_request(request), num_local_tokens, now)
+        state = self.on_new_request(request)
+        if state.status is Status.RUNNING:
+            # Only who has no blocks is looked up: a reset took them between two steps.
+            state.leave_blocks()
+        return self._loads.lookup(state, num_local_tokens, now)
 
     def on_allocated(
         self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
@@ -127,10 +131,8 @@ class Planner:
             # A resumed request is named too; it left its blocks when it was preempted.
             if state is not None and state.status is Status.RUNNING:
                 state.leave_blocks()
-        loads, self._new_loads = tuple(self._new_loads), []
-        late_stores, self._new_late_stores = tuple(self._new_late_stores), []
         written: list[int] = []
-        for load in loads:
+        for load in self._new_loads:
             written.extend(load.block_ids)
         for update in events.tables:
             written.extend(self._update_table(update))
@@ -143,6 +145,9 @@ class Planner:
                 job := self._stores.plan_store(state, num_tokens)
             ):
                 stores.append(job)
+        # Taken last: after an error above, `abandon` still has to report the loads.
+        loads, self._new_loads = tuple(self._new_loads), []
+        late_stores, self._new_late_stores = tuple(self._new_late_stores), []
         return TransferPlan(
             late_stores=late_stores,
             fences=fences,

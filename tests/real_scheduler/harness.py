@@ -1,0 +1,395 @@
+"""The real vLLM scheduler with our connector and simulated workers.
+
+Every `step` schedules, runs the plan on the simulated workers, hands the result back
+(one step late under async scheduling) and checks the invariants.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from real_scheduler.invariants import check_connector, check_idle, check_requests
+from real_scheduler.sim_worker import (
+    Controls,
+    Forward,
+    SimDevice,
+    SimTier,
+    TokenView,
+)
+from real_scheduler.vllm_setup import make_kv_cache_config, make_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.adapters.vllm_api import CtxOffloadWorkerMetadata
+from vllm_ctx_offload.connector import CtxOffloadConnector
+from vllm_ctx_offload.stats import merge_stats
+
+init_none_hash(sha256)
+
+
+def ours(**extra: Any) -> dict[str, Any]:
+    """Returns the `kv_transfer_config` that names our connector."""
+    return {
+        "kv_connector": "CtxOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+class Engine:
+    """One scheduler, its workers, and what came out of them.
+
+    `num_slots` chunks fit in the host pool of each of our connectors.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: Any,
+        *,
+        num_blocks: int = 64,
+        num_slots: int = 64,
+        block_size: int = 32,
+        async_scheduling: bool = False,
+        num_workers: int = 1,
+        kv_transfer: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        **setup: Any,
+    ) -> None:
+        self.now = 0.0
+        self.seconds_per_step = 0.001
+        monkeypatch.setattr(
+            "vllm_ctx_offload.adapters.scheduler_side.time",
+            types.SimpleNamespace(monotonic=lambda: self.now),
+        )
+        self.block_size = block_size
+        kv_cache_config = make_kv_cache_config(num_blocks, block_size)
+        page_bytes = kv_cache_config.kv_cache_tensors[0].block_stride
+        per_chunk = (extra or {}).get("blocks_per_chunk", 1)
+        pool = {"cpu_bytes_to_use": num_slots * per_chunk * page_bytes * num_workers}
+        self.config = make_vllm_config(
+            kv_transfer=kv_transfer or ours(**{**pool, **(extra or {})}),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            async_scheduling=async_scheduling,
+            num_workers=num_workers,
+            **setup,
+        )
+        scheduler_cls = AsyncScheduler if async_scheduling else Scheduler
+        self.scheduler: Scheduler = scheduler_cls(
+            vllm_config=self.config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        self._async = async_scheduling
+        self._hasher = get_request_block_hasher(block_size, sha256)
+        self._make_workers(num_blocks, num_workers)
+        self._init_records()
+
+    def _make_workers(self, num_blocks: int, num_workers: int) -> None:
+        self.controls = Controls()
+        connector = self.scheduler.connector
+        self.connectors: list[Any] = getattr(connector, "sub_connectors", [connector])
+        self.sides: list[SchedulerSide] = [
+            c._scheduler for c in self.connectors if isinstance(c, CtxOffloadConnector)
+        ]
+        self.devices = [
+            SimDevice(num_blocks, self.block_size) for _ in range(num_workers)
+        ]
+        self.tiers = [
+            [self._make_tier(c, device, rank) for c in self.connectors]
+            for rank, device in enumerate(self.devices)
+        ]
+        self._aggregator = KVOutputAggregator.from_connector(connector, num_workers)
+
+    def _make_tier(self, connector: Any, device: SimDevice, rank: int) -> Any:
+        if isinstance(connector, CtxOffloadConnector):
+            num_rows = connector._scheduler.planner._plan.num_rows
+            return SimTier(device.blocks, num_rows, self.controls, rank)
+        return connector.make_sim_tier(device)
+
+    def _init_records(self) -> None:
+        self.generation = 0  # of the weights
+        self.views: dict[str, TokenView] = {}
+        self.chunk_symbols: dict[bytes, list[int]] = {}  # block hash -> whole prefix
+        self.tokens: dict[str, list[int]] = {}  # that came out, per request
+        self.receipts: dict[str, Any] = {}
+        self.finished: list[str] = []
+        self.stats: dict[str, float] = {}
+        self.num_steps = 0
+        self.num_scheduled: dict[str, int] = {}  # tokens computed, per request
+        self.last_output: SchedulerOutput = SchedulerOutput.make_empty()
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._next_id = 0
+        self.make_drafts: Any = None  # (view) -> draft tokens, for speculation
+        self.drop_drafts = False
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        request_id: str | None = None,
+        *,
+        max_tokens: int = 1,
+        ctx: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Request:
+        if request_id is None:
+            request_id = f"r{self._next_id}"
+            self._next_id += 1
+        transfer = {**(params or {}), **({"ctx": ctx} if ctx else {})}
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0,
+                extra_args={"kv_transfer_params": transfer or None},
+                **sampling,
+            ),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.tokens[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, *requests: Request) -> None:
+        self.scheduler.finish_requests(
+            {request.request_id for request in requests},
+            RequestStatus.FINISHED_ABORTED,
+        )
+        self.check()
+
+    def run(self, prompt: Sequence[int], **options: Any) -> Request:
+        """Adds a request and steps until nothing is left to do."""
+        request = self.add(prompt, **options)
+        self.drain()
+        return request
+
+    def drain(self, max_steps: int = 500) -> int:
+        """Steps until all requests and transfers have ended; returns the steps."""
+        for count in range(max_steps):
+            if not self.scheduler.has_requests() and not self._in_flight:
+                return count
+            self.step()
+        raise AssertionError(f"no end after {max_steps} steps")
+
+    def settle(self) -> None:
+        """Drains and checks that nothing is left in any table."""
+        self.drain()
+        check_idle(self)
+
+    def answer(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Returns what the model says to `prompt`."""
+        view = TokenView(prompt)
+        for _ in range(count):
+            view.append(view.next_token())
+        return view.tokens[len(prompt) :]
+
+    # ---- one step
+
+    def step(self, count: int = 1) -> SchedulerOutput:
+        for _ in range(count):
+            self._step()
+        return self.last_output
+
+    def _step(self) -> None:
+        self.num_steps += 1
+        self.now += self.seconds_per_step
+        if self.scheduler.has_requests() or not self._in_flight:
+            output = self.last_output = self.scheduler.schedule()
+            self._learn_hashes()
+            check_requests(self)
+            self._in_flight.append((output, self._execute(output)))
+        elif self._async:
+            self._update()
+            return
+        if len(self._in_flight) > self._async:
+            self._update()
+        self.check()
+
+    def flush(self) -> None:
+        """Hands back all results: no step is in flight, as while vLLM is paused."""
+        while self._in_flight:
+            self._update()
+
+    def _update(self) -> None:
+        output, result = self._in_flight.popleft()
+        self._learn_hashes()
+        for core_outputs in self.scheduler.update_from_output(output, result).values():
+            stats = core_outputs.scheduler_stats
+            if stats is not None and stats.kv_connector_stats:
+                self._count(stats.kv_connector_stats)
+            for item in core_outputs.outputs:
+                self.tokens[item.request_id].extend(item.new_token_ids)
+                if item.finish_reason is not None:
+                    self.finished.append(item.request_id)
+                    self.receipts[item.request_id] = item.kv_transfer_params
+        if self.make_drafts is not None:
+            self._draft(output)
+        self.check()
+
+    def _count(self, increments: dict[str, Any]) -> None:
+        if "CtxOffloadConnector" in increments:  # as a MultiConnector reports it
+            increments = increments["CtxOffloadConnector"].data
+        assert all(value >= 0 for value in increments.values()), increments
+        self.stats = merge_stats(self.stats, increments)
+
+    def _draft(self, output: SchedulerOutput) -> None:
+        ids = [i for i in output.num_scheduled_tokens if i in self.scheduler.requests]
+        drafts = [self.make_drafts(self.views[i]) for i in ids]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = output.kv_connector_metadata
+        plans = getattr(metadata, "metadata", [metadata])
+        forwards, sampled = self._forward(output)
+        results = []
+        for device, tiers in zip(self.devices, self.tiers, strict=True):
+            for tier, part in zip(tiers, plans, strict=True):
+                tier.before_forward(part.plan)
+            for tier, part in zip(tiers, plans, strict=True):
+                tier.start_loads(part.plan)
+            for forward in forwards:
+                device.run(forward)
+            for tier, part in zip(tiers, plans, strict=True):
+                tier.start_stores(part.plan)
+            results.append(self._result(tiers, sampled))
+        aggregated = self._aggregator.aggregate(results)
+        assert aggregated is not None
+        return aggregated
+
+    def _result(
+        self, tiers: list[Any], sampled: dict[str, list[int]]
+    ) -> ModelRunnerOutput:
+        kv_output = KVConnectorOutput()
+        kv_output.finished_recving = set()
+        metas: list[CtxOffloadWorkerMetadata | None] = []
+        for tier in tiers:
+            ended = tier.finish_step()
+            kv_output.finished_recving |= ended.loaded_requests
+            kv_output.invalid_block_ids |= ended.failed_block_ids
+            report = ended.report
+            metas.append(CtxOffloadWorkerMetadata(report) if report else None)
+        if len(self.connectors) == 1:
+            kv_output.kv_connector_worker_meta = metas[0]
+        elif any(metas):
+            kv_output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(
+                metadata=tuple(metas)
+            )
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={name: index for index, name in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=kv_output,
+        )
+
+    def _forward(
+        self, output: SchedulerOutput
+    ) -> tuple[list[Forward], dict[str, list[int]]]:
+        """Returns what each request computes, and the tokens it samples."""
+        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        fresh = {n.req_id for n in output.scheduled_new_reqs} | cached.resumed_req_ids
+        forwards, sampled = [], {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            if request_id in fresh:
+                tokens = self.scheduler.requests[request_id].all_token_ids
+                self.views[request_id] = TokenView(tokens)
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            first = starts[request_id]
+            forwards.append(self._compute(request_id, first, count, drafts))
+            sampled[request_id] = self._sample(request_id, first + count, drafts)
+            total = self.num_scheduled.get(request_id, 0) + count
+            self.num_scheduled[request_id] = total
+        return forwards, sampled
+
+    def _compute(
+        self, request_id: str, first: int, count: int, drafts: list[int]
+    ) -> Forward:
+        view = self.views[request_id]
+        with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
+        hashes = with_drafts.prefix_hashes[first : first + count]
+        assert len(hashes) == count, f"{request_id} computes tokens that nobody knows"
+        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return Forward(
+            list(block_ids),
+            first,
+            [(self.generation, value) for value in hashes],
+            view.prefix_hashes[:first],
+        )
+
+    def _sample(self, request_id: str, end: int, drafts: list[int]) -> list[int]:
+        view = self.views[request_id]
+        if end < len(view.tokens):
+            return []
+        sampled: list[int] = []
+        for draft in [*drafts, None]:
+            token = view.next_token()
+            view.append(token)
+            sampled.append(token)
+            if token != draft:
+                break
+        return sampled
+
+    # ---- checks
+
+    def _learn_hashes(self) -> None:
+        """Remembers which tokens each block hash stands for."""
+        for request in self.scheduler.requests.values():
+            hashes = request.block_hashes
+            if hashes and hashes[-1] not in self.chunk_symbols:
+                prefix = TokenView(request.all_token_ids).prefix_hashes
+                for index, block_hash in enumerate(hashes, 1):
+                    known = prefix[: index * self.block_size]
+                    self.chunk_symbols[bytes(block_hash)] = known
+
+    def check(self) -> None:
+        for index, side in enumerate(self.sides):
+            position = self.connectors.index(
+                next(c for c in self.connectors if getattr(c, "_scheduler", 0) is side)
+            )
+            check_connector(self, side, [tiers[position] for tiers in self.tiers])
+            assert index < len(self.connectors)
+        for request_id, tokens in self.tokens.items():
+            if request_id in self.views and tokens:
+                self._check_answer(request_id, tokens)
+
+    def _check_answer(self, request_id: str, tokens: list[int]) -> None:
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            prompt = list(request.prompt_token_ids or [])
+            assert tokens == self.answer(prompt, len(tokens)), request_id
+
+    @property
+    def side(self) -> SchedulerSide:
+        (side,) = self.sides
+        return side
+
+    def count(self, name: str) -> float:
+        """Returns the sum of a counter over its labels."""
+        return sum(
+            value
+            for key, value in self.stats.items()
+            if key.startswith(f'["{name}"')
+        )

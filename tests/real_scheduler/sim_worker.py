@@ -1,0 +1,197 @@
+"""A worker that moves symbols instead of bytes, as late as the contract allows.
+
+The content of every token slot, on the device and in the host pool, is the pair
+(generation of the weights, hash of the token prefix up to this position). A copy takes
+its source only when the job is allowed to end or is fenced, and its destination is
+unusable from its start to its end: a missing fence, pin or wait shows up as content
+that belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+
+Symbol = Any
+BEING_COPIED = "being copied"
+
+
+class TokenView:
+    """The tokens of a request as a worker sees them, with their symbols."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens: list[int] = []
+        self.prefix_hashes: list[int] = []
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        before = self.prefix_hashes[-1] if self.prefix_hashes else 0
+        self.tokens.append(token)
+        self.prefix_hashes.append(hash((before, token)))
+
+    def next_token(self) -> int:
+        """Returns the token that the model answers to this prefix."""
+        return 1 + self.prefix_hashes[-1] % 500
+
+
+class Forward(NamedTuple):
+    """One request's part of a forward pass."""
+
+    block_ids: list[int]
+    first: int  # position of the first token that is computed
+    symbols: list[Symbol]  # to write from there on
+    read: list[int]  # prefix hashes that the blocks must hold before `first`
+
+
+@dataclass
+class Controls:
+    """Decides when jobs end and whether they fail. Tests set what they need."""
+
+    hold_stores: bool = False
+    hold_loads: bool = False
+    may_end: Callable[[TransferJob, bool], bool] = lambda job, to_host: True
+    # (job, to host, index of the worker): whether the copy fails.
+    fails: Callable[[TransferJob, bool, int], bool] = lambda job, to_host, rank: False
+
+    def ends(self, job: TransferJob, to_host: bool) -> bool:
+        held = self.hold_stores if to_host else self.hold_loads
+        return not held and self.may_end(job, to_host)
+
+
+@dataclass
+class _Copy:
+    job: TransferJob
+    to_host: bool
+    fails: bool
+    done: bool = False  # physically, whether or not it was reported
+
+
+@dataclass
+class TierResult:
+    loaded_requests: set[str] = field(default_factory=set)
+    failed_block_ids: set[int] = field(default_factory=set)
+    report: WorkerReport = field(default_factory=WorkerReport)
+
+
+class SimTier:
+    """The worker half of one connector."""
+
+    def __init__(
+        self, device: list[list[Symbol]], num_rows: int, controls: Controls, rank: int
+    ) -> None:
+        self._device = device
+        self.host: list[list[Symbol]] = [[] for _ in range(num_rows)]
+        self._controls = controls
+        self._rank = rank
+        self._stores: deque[_Copy] = deque()
+        self._loads: deque[_Copy] = deque()
+        self._refused: list[TransferJob] = []
+        self.num_fences = 0
+
+    def before_forward(self, plan: TransferPlan) -> None:
+        for job in plan.late_stores:
+            self._start(job, to_host=True)
+        waiting = set(plan.fences)
+        self.num_fences += len(waiting)
+        for copy in self._stores:
+            if not waiting:
+                break
+            self._finish(copy)
+            waiting.discard(copy.job.job_id)
+
+    def start_loads(self, plan: TransferPlan) -> None:
+        for job in plan.loads:
+            if len(job.rows) != len(job.block_ids):
+                self._refused.append(job)
+            else:
+                self._start(job, to_host=False)
+
+    def start_stores(self, plan: TransferPlan) -> None:
+        for job in plan.stores:
+            self._start(job, to_host=True)
+
+    def _start(self, job: TransferJob, *, to_host: bool) -> None:
+        fails = self._controls.fails(job, to_host, self._rank)
+        copy = _Copy(job, to_host, fails)
+        if to_host:
+            self._stores.append(copy)
+            for row in job.rows:
+                self.host[row] = [BEING_COPIED]
+        else:
+            self._loads.append(copy)
+            for block_id in job.block_ids:
+                size = len(self._device[block_id])
+                self._device[block_id][:] = [BEING_COPIED] * size
+
+    def _finish(self, copy: _Copy) -> None:
+        if copy.done:
+            return
+        copy.done = True
+        if copy.fails:
+            return
+        for block_id, row in zip(copy.job.block_ids, copy.job.rows, strict=True):
+            if copy.to_host:
+                self.host[row] = list(self._device[block_id])
+            else:
+                self._device[block_id][:] = self.host[row]
+
+    def finish_step(self) -> TierResult:
+        """Ends what the controls let end, each direction in its order."""
+        result = TierResult()
+        for job in self._refused:
+            result.loaded_requests.add(job.request_id)
+            result.failed_block_ids.update(job.block_ids)
+            result.report.num_done[job.job_id] += 1
+            result.report.failed.add(job.job_id)
+        self._refused = []
+        for queue in (self._stores, self._loads):
+            while queue and self._controls.ends(queue[0].job, queue[0].to_host):
+                copy = queue.popleft()
+                self._finish(copy)
+                self._report(copy, result)
+        return result
+
+    def _report(self, copy: _Copy, result: TierResult) -> None:
+        result.report.num_done[copy.job.job_id] += 1
+        if copy.fails:
+            result.report.failed.add(copy.job.job_id)
+        if not copy.to_host:
+            result.loaded_requests.add(copy.job.request_id)
+            if copy.fails:
+                result.failed_block_ids.update(copy.job.block_ids)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._stores or self._loads or self._refused)
+
+
+class SimDevice:
+    """The cache of one worker."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: list[list[Symbol]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def at(self, block_ids: list[int], position: int) -> Symbol:
+        block, offset = divmod(position, self.block_size)
+        return self.blocks[block_ids[block]][offset]
+
+    def check(self, block_ids: list[int], prefix_hashes: list[int]) -> None:
+        """Raises AssertionError unless the blocks hold this prefix."""
+        for position, expected in enumerate(prefix_hashes):
+            found = self.at(block_ids, position)
+            assert found is not None and found[1] == expected, (
+                f"position {position} in block {block_ids[position // self.block_size]}"
+                f" holds {found}"
+            )
+
+    def run(self, forward: Forward) -> None:
+        self.check(forward.block_ids, forward.read)
+        for index, symbol in enumerate(forward.symbols):
+            block, offset = divmod(forward.first + index, self.block_size)
+            self.blocks[forward.block_ids[block]][offset] = symbol

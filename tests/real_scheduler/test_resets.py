@@ -1,0 +1,189 @@
+"""Resets of vLLM's cache and of ours, with requests and transfers under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from real_scheduler.harness import Engine
+from real_scheduler.invariants import host_manager, is_parked
+
+PROMPT = list(range(1, 201))  # six blocks and 8 tokens
+
+MakeEngine = Callable[..., Engine]
+
+
+def test_preemption_by_a_reset_is_followed_by_a_load_in_the_same_step(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 21, with `reset_running_requests`.
+
+    1. The request runs; its chunks are stored.
+    2. vLLM's own cache is reset, ours is not: the request loses its blocks between
+       two steps.
+    3. The next step looks it up and starts a load, and reports the preemption too.
+    """
+    engine = make_engine(async_scheduling=async_scheduling)
+    request = engine.add(PROMPT, max_tokens=8)
+    engine.step(3)
+    engine.flush()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    assert is_parked(request)
+    engine.settle()
+    assert engine.tokens["r0"] == engine.answer(PROMPT, 8)
+    assert engine.count("loaded_bytes") > 0
+
+
+def test_reset_during_a_load_says_no_and_keeps_old_kv_out(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 21 and 32.
+
+    1. A request's load is under way.
+    2. The weights change and both caches are reset: the answer is False.
+    3. The load ends, the request runs to its end: none of its chunks, loaded before
+       the reset or computed on top of them, is stored.
+    """
+    engine = make_engine(
+        async_scheduling=async_scheduling, extra={"offload_prompt_only": False}
+    )
+    engine.run(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    engine.controls.hold_loads = True
+    request = engine.add(PROMPT, max_tokens=40)
+    engine.step(3)
+    assert is_parked(request)
+    engine.generation += 1
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.controls.hold_loads = False
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 0
+    assert engine.tokens["r1"] == engine.answer(PROMPT, 40)
+
+
+def test_reset_after_a_load_and_before_its_request_runs_keeps_old_kv_out(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 32.
+
+    1. A load has ended; its request has not been scheduled yet.
+    2. Both caches are reset.
+    3. The request runs on loaded KV of the old weights: not stored.
+    """
+    engine = make_engine(async_scheduling=async_scheduling)
+    engine.run(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    request = engine.add(PROMPT, max_tokens=4)
+    while request.request_id not in engine.scheduler.finished_recving_kv_req_ids:
+        engine.step()
+    engine.generation += 1
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 0
+
+
+def test_barrier_of_a_reset_outlives_the_resumption_after_a_load(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 32, for a request that vLLM reports as resumed.
+
+    1. A running request is preempted by a reset of vLLM's cache, and loads.
+    2. During the load both caches are reset.
+    3. It resumes: a resumed request is named as one that left its blocks.
+    """
+    engine = make_engine(async_scheduling=async_scheduling)
+    request = engine.add(PROMPT, max_tokens=8)
+    engine.step(3)
+    engine.flush()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.controls.hold_loads = True
+    engine.step(2)
+    assert is_parked(request)
+    engine.generation += 1
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.controls.hold_loads = False
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 0
+
+
+def test_reset_during_a_store_drops_the_late_chunk(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 21.
+
+    1. A store is held back; its request ends.
+    2. Both caches are reset: True, no load of old KV is under way.
+    3. A new request with the same prompt stores under the same keys.
+    4. The old store ends: nothing of the new one is touched.
+    """
+    engine = make_engine(async_scheduling=async_scheduling)
+    engine.controls.hold_stores = True
+    request = engine.add(PROMPT)
+    while request.request_id not in engine.finished:
+        engine.step()
+    engine.step(2)
+    engine.generation += 1
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    again = engine.add(PROMPT)
+    while again.request_id not in engine.finished:
+        engine.step()
+    engine.controls.hold_stores = False
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 0
+    engine.run(PROMPT[:-1])
+    assert host_manager(engine.side).num_resident == 6
+
+
+def test_running_request_stores_nothing_of_before_a_reset(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 32: vLLM's own reset is refused while the request runs; ours is done."""
+    engine = make_engine(
+        async_scheduling=async_scheduling, extra={"offload_prompt_only": False}
+    )
+    engine.add(PROMPT, max_tokens=70)
+    engine.step(3)
+    engine.generation += 1
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert host_manager(engine.side).num_resident == 0
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 0
+
+
+def test_reset_of_everything_lets_a_preempted_request_store_anew(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 32: preempted by the reset, the request computes all with new weights."""
+    engine = make_engine(async_scheduling=async_scheduling)
+    engine.add(PROMPT, max_tokens=4)
+    engine.step(3)
+    engine.flush()
+    engine.generation += 1
+    assert engine.scheduler.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=True
+    )
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 6
+    assert engine.tokens["r0"] == engine.answer(PROMPT, 4)
+
+
+def test_reset_gives_back_a_lease(make_engine: MakeEngine) -> None:
+    """CASES 6 and 21: a positive answer without an admission, then a reset.
+
+    1. A request is told of a hit; the device has no room for it.
+    2. Reset: the chunks are gone, and so is the pin.
+    """
+    engine = make_engine(num_blocks=9)
+    engine.run(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    blocker = engine.add([7] * 60, max_tokens=100)
+    engine.step()
+    engine.add(PROMPT)
+    engine.step()
+    state = engine.side.planner._states["r2"]
+    assert state.lease is not None
+    engine.side.reset()
+    assert state.lease is None
+    assert host_manager(engine.side).num_resident == 0
+    engine.abort(blocker)
+    engine.settle()
