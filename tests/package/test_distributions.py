@@ -14,7 +14,7 @@ import pytest
 from vllm_ctx_offload import __version__
 
 if TYPE_CHECKING:
-    from conftest import Distributions
+    from package.conftest import Distributions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_sdist_holds_package_tests_and_what_builds_them(
     with tarfile.open(distributions.sdist) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = {"LICENSE", "Makefile", "pyproject.toml", "setup.cfg", ".ci/run"}
-    wanted |= {"tools/bootstrap.py", "tests/packaging/test_distributions.py"}
+    wanted |= {"tools/bootstrap.py", "tests/package/test_distributions.py"}
     assert wanted | package_files() <= names
 
 
