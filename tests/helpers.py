@@ -22,3 +22,15 @@ def make_req_context(
     return build_req_context(
         config or OffloadConfig(), request_id, kv_transfer_params or None
     )
+
+
+def make_chain(num_chunks: int, tail: str = "", *, shared: int = 0) -> list[bytes]:
+    """Returns keys of one prefix chain, head first.
+
+    The first `shared` chunks are those of every other chain that shares as many; from
+    there on the chain is that of `tail`. As in vLLM, a key stands for all before it.
+    """
+    names = [str(index) for index in range(num_chunks)]
+    if tail:
+        names[shared:] = [f"{name}{tail}{shared}" for name in names[shared:]]
+    return [name.encode() for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -148,6 +149,8 @@ class HostMemoryManager(OffloadingManager):
         return tuple(chunk.slot for chunk in chunks)
 
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        # A chunk that is not ready has only the pin of its store, which stays.
+        assert all(self._chunks[key].ready and self._chunks[key].pins for key in keys)
         for key in keys:
             self._unpin(key)
 
@@ -177,9 +180,9 @@ class HostMemoryManager(OffloadingManager):
         req_context: ReqContext,
         success: bool = True,
     ) -> None:
-        for key in keys:
-            chunk = self._chunks[key]
-            assert not chunk.ready
+        chunks = [self._chunks[key] for key in keys]
+        assert not any(chunk.ready for chunk in chunks)
+        for key, chunk in zip(keys, chunks, strict=True):
             if success:
                 chunk.ready = True
             else:
@@ -211,7 +214,6 @@ class HostMemoryManager(OffloadingManager):
 
     def _unpin(self, key: bytes) -> None:
         chunk = self._chunks[key]
-        assert chunk.pins > 0
         chunk.pins -= 1
         if not chunk.pins:
             self._num_pinned -= 1
@@ -220,13 +222,10 @@ class HostMemoryManager(OffloadingManager):
 
     def _evict(self, count: int, by_tenant: str) -> None:
         """Evicts the `count` least recently used chunks that nobody has pinned."""
-        victims = []
-        for key, chunk in self._chunks.items():
-            if chunk.pins:
-                continue
-            victims.append((key, chunk.tenant))
-            if len(victims) == count:
-                break
+        unpinned = (
+            (key, chunk.tenant) for key, chunk in self._chunks.items() if not chunk.pins
+        )
+        victims = list(itertools.islice(unpinned, count))
         assert len(victims) == count
         for key, tenant in victims:
             self._drop(key)

@@ -30,9 +30,8 @@ class ReuseFilter(OffloadingManager):
         self._threshold = threshold
         self._max_tracker_size = max_tracker_size
         self._offers: OrderedDict[bytes, int] = OrderedDict()
-        # How much of its chain a live request has been counted for: a chain only
-        # grows at its tail.
-        self._num_counted: dict[str, int] = {}
+        # The chain that a live request has been counted for.
+        self._counted: dict[str, tuple[bytes, ...]] = {}
 
     def prepare_store(
         self, keys: Sequence[bytes], req_context: ReqContext
@@ -47,18 +46,36 @@ class ReuseFilter(OffloadingManager):
 
     def _count(self, keys: Sequence[bytes], request_id: str) -> None:
         offers = self._offers
-        for key in keys[self._num_counted.get(request_id, 0) :]:
-            offers[key] = offers.pop(key, 0) + 1
-        self._num_counted[request_id] = len(keys)
+        num_counted = self._num_counted(keys, request_id)
+        # From the tail to the head, as in `ChainLru`: a tail is no use without its
+        # head, so it is forgotten first.
+        for index in reversed(range(len(keys))):
+            key = keys[index]
+            offers[key] = offers.pop(key, 0) + (index >= num_counted)
         while len(offers) > self._max_tracker_size:
             offers.popitem(last=False)
 
+    def _num_counted(self, keys: Sequence[bytes], request_id: str) -> int:
+        """Returns for how many leading `keys` the request was counted before this."""
+        counted = self._counted.get(request_id, ())
+        num_shared = 0
+        for key, counted_key in zip(keys, counted, strict=False):
+            if key != counted_key:
+                break
+            num_shared += 1
+        # Shorter than before: offered again after a preemption. Different: a
+        # streaming-input session replaced tokens.
+        if num_shared < len(keys):
+            self._counted[request_id] = tuple(keys)
+        return num_shared
+
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._num_counted.pop(req_context.request_id, None)
+        self._counted.pop(req_context.request_id, None)
         self._inner.on_request_finished(req_context)
 
     def reset(self) -> None:
         self._offers.clear()
+        self._counted.clear()
         self._inner.reset()
 
     def lookup(self, keys: Sequence[bytes], req_context: ReqContext) -> LookupResult:

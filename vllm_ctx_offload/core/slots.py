@@ -8,9 +8,9 @@ __all__ = ["SlotAllocator"]
 class SlotAllocator:
     """Hands out the slots 0 to `num_slots` - 1, each to one owner at a time.
 
-    Slots never used before come in ascending order, so chunks that are stored
-    together lie side by side and copies are long; after that the slot freed last is
-    reused first.
+    The slot freed last is reused first, so memory that was never touched stays so as
+    long as it can. Slots never used before come in ascending order, so chunks that are
+    stored together lie side by side and copies are long.
     """
 
     def __init__(self, num_slots: int) -> None:

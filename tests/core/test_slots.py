@@ -1,0 +1,109 @@
+"""`SlotAllocator`: each slot has one owner at a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ctx_offload.core.slots import SlotAllocator
+
+
+def state(slots: SlotAllocator) -> object:
+    return (list(slots._freed), slots._next_unused, bytes(slots._in_use))
+
+
+def test_unused_slots_come_in_ascending_order() -> None:
+    slots = SlotAllocator(4)
+    assert [slots.allocate() for _ in range(4)] == [0, 1, 2, 3]
+    slots.check_invariants()
+
+
+def test_the_slot_freed_last_is_reused_before_any_other() -> None:
+    slots = SlotAllocator(5)
+    for _ in range(4):
+        slots.allocate()
+    slots.free(1)
+    slots.free(3)
+    slots.check_invariants()
+    assert [slots.allocate() for _ in range(3)] == [3, 1, 4]
+    slots.check_invariants()
+
+
+def test_num_free_counts_freed_and_unused_slots() -> None:
+    slots = SlotAllocator(3)
+    free = [slots.num_free]
+    slots.allocate()
+    slots.allocate()
+    free.append(slots.num_free)
+    slots.free(0)
+    free.append(slots.num_free)
+    assert free == [3, 1, 2]
+
+
+@pytest.mark.parametrize("num_slots", [0, 2])
+def test_a_full_pool_refuses_and_stays_as_it_is(num_slots: int) -> None:
+    slots = SlotAllocator(num_slots)
+    for _ in range(num_slots):
+        slots.allocate()
+    before = state(slots)
+    with pytest.raises(IndexError, match="no free slot"):
+        slots.allocate()
+    assert state(slots) == before
+    slots.check_invariants()
+
+
+@pytest.mark.parametrize("slot", [-1, 1, 2, 3, 10**9])
+def test_freeing_what_is_not_in_use_is_refused(slot: int) -> None:
+    """CASES 25: a double free (slot 1), an unused slot, or none of the pool's."""
+    slots = SlotAllocator(3)
+    slots.allocate()
+    slots.allocate()
+    slots.free(1)
+    before = state(slots)
+    with pytest.raises(ValueError, match=f"slot {slot} is not in use"):
+        slots.free(slot)
+    assert state(slots) == before
+    slots.check_invariants()
+
+
+def test_a_negative_number_of_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_slots = -1 is negative"):
+        SlotAllocator(-1)
+
+
+@settings(deadline=None)
+@given(num_slots=st.integers(0, 6), ops=st.lists(st.integers(0, 12), max_size=60))
+def test_no_slot_is_handed_out_twice(num_slots: int, ops: list[int]) -> None:
+    """P5, CASES 25: free + owned = capacity, and no two owners of one slot."""
+    slots, owned = SlotAllocator(num_slots), []
+    for op in ops:
+        if op % 2 or not owned:
+            if slots.num_free:
+                owned.append(slots.allocate())
+        else:
+            slots.free(owned.pop(op // 2 % len(owned)))
+        slots.check_invariants()
+        assert len(set(owned)) == len(owned)
+        assert set(owned) <= set(range(num_slots))
+        assert slots.num_free + len(owned) == num_slots
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda slots: slots._freed.append(0),
+        lambda slots: slots._freed.append(1),
+        lambda slots: slots._in_use.__setitem__(2, 1),
+    ],
+    ids=["freed twice", "freed while in use", "in use without owner"],
+)
+def test_check_invariants_sees_damage(damage: object) -> None:
+    slots = SlotAllocator(3)
+    slots.allocate()
+    slots.allocate()
+    slots.free(0)
+    slots.check_invariants()
+    damage(slots)
+    with pytest.raises(AssertionError):
+        slots.check_invariants()
