@@ -126,6 +126,7 @@ class Engine:
 
     def _init_records(self) -> None:
         self.generation = 0  # of the weights
+        self.requests: dict[str, Request] = {}  # that may still get block hashes
         self.views: dict[str, TokenView] = {}
         self.chunk_symbols: dict[bytes, list[int]] = {}  # block hash -> whole prefix
         self.tokens: dict[str, list[int]] = {}  # that came out, per request
@@ -169,6 +170,7 @@ class Engine:
             block_hasher=self._hasher,
         )
         self.tokens[request_id] = []
+        self.requests[request_id] = request
         self.scheduler.add_request(request)
         return request
 
@@ -234,7 +236,6 @@ class Engine:
 
     def _update(self) -> None:
         output, result = self._in_flight.popleft()
-        self._learn_hashes()
         for core_outputs in self.scheduler.update_from_output(output, result).values():
             stats = core_outputs.scheduler_stats
             if stats is not None and stats.kv_connector_stats:
@@ -244,6 +245,7 @@ class Engine:
                 if item.finish_reason is not None:
                     self.finished.append(item.request_id)
                     self.receipts[item.request_id] = item.kv_transfer_params
+        self._learn_hashes()
         if self.make_drafts is not None:
             self._draft(output)
         self.check()
@@ -356,13 +358,15 @@ class Engine:
 
     def _learn_hashes(self) -> None:
         """Remembers which tokens each block hash stands for."""
-        for request in self.scheduler.requests.values():
+        for request in list(self.requests.values()):
             hashes = request.block_hashes
             if hashes and hashes[-1] not in self.chunk_symbols:
                 prefix = TokenView(request.all_token_ids).prefix_hashes
                 for index, block_hash in enumerate(hashes, 1):
                     known = prefix[: index * self.block_size]
                     self.chunk_symbols[bytes(block_hash)] = known
+            if request.request_id not in self.scheduler.requests:
+                del self.requests[request.request_id]
 
     def check(self) -> None:
         for index, side in enumerate(self.sides):

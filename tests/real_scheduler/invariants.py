@@ -86,7 +86,7 @@ def check_idle(engine: Any) -> None:
         assert not side._broken_loads
         assert not planner.has_work
         assert host_manager(side).num_pinned == 0
-        assert not getattr(side.manager, "_num_counted", {})
+        assert not getattr(side.manager, "_counted", {})
         for chunk in host_manager(side)._chunks._chunks.values():
             assert chunk.ready
 
