@@ -59,19 +59,19 @@ def copy_on_cpu(
         to_host: the direction.
     """
     runs = list(runs_of(block_ids, rows))
-    block_index = torch.tensor(block_ids)
-    row_index = torch.tensor(rows)
+    indices = torch.tensor((block_ids, rows), dtype=torch.int64)
     for segment in layout.segments:
         end = segment.offset + segment.num_bytes
         host = pool[:, segment.offset : end].view(layout.word)
         device = segment.view
         if segment.num_bytes * len(block_ids) < _MIN_RUN_BYTES * len(runs):
-            if to_host:
-                host.index_copy_(0, row_index, device.index_select(0, block_index))
-            else:
-                device.index_copy_(0, block_index, host.index_select(0, row_index))
+            for blocks, places in indices.split(_blocks_at_once(device), 1):
+                if to_host:
+                    host.index_copy_(0, places, device.index_select(0, blocks))
+                else:
+                    device.index_copy_(0, blocks, host.index_select(0, places))
             continue
-        for piece in _pieces(runs, device.shape[1]):
+        for piece in _pieces(runs, device):
             on_device = device[piece.blocks, piece.words]
             on_host = host[piece.rows, piece.words]
             if to_host:
@@ -86,10 +86,16 @@ class _Piece(NamedTuple):
     words: slice
 
 
-def _pieces(runs: Sequence[Run], words_per_block: int) -> Iterator[_Piece]:
+def _blocks_at_once(segment: torch.Tensor) -> int:
+    """Returns how many blocks a copy may take that stays off the OpenMP threads."""
+    return max((_GRAIN_ELEMENTS - 1) // segment.shape[1], 1)
+
+
+def _pieces(runs: Sequence[Run], segment: torch.Tensor) -> Iterator[_Piece]:
     """Cuts runs into copies too small to reach the OpenMP threads."""
+    words_per_block = segment.shape[1]
     words_at_once = min(words_per_block, _GRAIN_ELEMENTS - 1)
-    blocks_at_once = max((_GRAIN_ELEMENTS - 1) // words_per_block, 1)
+    blocks_at_once = _blocks_at_once(segment)
     for block, row, length in runs:
         for start in range(0, length, blocks_at_once):
             end = min(start + blocks_at_once, length)

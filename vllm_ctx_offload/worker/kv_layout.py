@@ -101,6 +101,8 @@ def _byte_views(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.
     inner = sorted(dim for dim in dims if dim[0] < axis_stride)
     outer = [dim for dim in dims if dim[0] >= axis_stride]
     length = _dense_length(name, tensor, inner)
+    if length > axis_stride and tensor.shape[axis] > 1:
+        raise _unknown(name, tensor, num_blocks, "its blocks overlap")
     if per_block > 1:
         if length != axis_stride:
             raise _unknown(name, tensor, num_blocks, "its kernel blocks are padded")
@@ -140,20 +142,28 @@ def _dense_length(
 def block_axis(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     """Returns the dimension that counts blocks.
 
-    Of several of a fitting size it is the outermost in memory: what lies inside a
-    block (heads, tokens, channels) always has smaller strides. Two blocks could be
-    mistaken for K and V, which do lie outside.
+    Of several of a fitting size it is the first, which also has to be the outermost in
+    memory: what lies inside a block (heads, tokens, channels) always has smaller
+    strides. Keys and values or heads can lie outside; where their number could be
+    one of blocks, or a number inside is that of the blocks while this one is not, a
+    wrong guess would serve wrong data, so it is refused.
     """
     fitting = [
         dim for dim, size in enumerate(tensor.shape) if size and size % num_blocks == 0
     ]
-    exact = [dim for dim in fitting if tensor.shape[dim] == num_blocks]
-    candidates = exact or fitting
-    if not candidates:
+    if not fitting:
         raise _unknown(name, tensor, num_blocks, "no dimension counts its blocks")
-    if num_blocks <= 2 and len(candidates) > 1:
+    first, *others = fitting
+    if others and (
+        num_blocks <= 2
+        or max(fitting, key=tensor.stride) != first
+        or (
+            tensor.shape[first] != num_blocks
+            and num_blocks in (tensor.shape[dim] for dim in others)
+        )
+    ):
         raise _unknown(name, tensor, num_blocks, "its dimensions are ambiguous")
-    return max(candidates, key=tensor.stride)
+    return first
 
 
 def _unknown(name: str, tensor: torch.Tensor, num_blocks: int, why: str) -> ConfigError:
@@ -169,5 +179,7 @@ def _widest_word(views: Sequence[torch.Tensor]) -> torch.dtype:
     numbers: list[int] = []
     for view in views:
         numbers.extend((view.shape[1], view.stride(0), view.data_ptr()))
+        # A storage can begin at an odd address; torch wants both to be aligned.
+        numbers.append(view.storage_offset())
     unit = math.gcd(*numbers)
     return next(word for word in _WORDS if unit % word.itemsize == 0)
