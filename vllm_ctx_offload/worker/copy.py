@@ -65,7 +65,7 @@ def copy_on_cpu(
         host = pool[:, segment.offset : end].view(layout.word)
         device = segment.view
         if segment.num_bytes * len(block_ids) < _MIN_RUN_BYTES * len(runs):
-            for blocks, places in indices.split(_blocks_at_once(device), 1):
+            for blocks, places in torch.split(indices, _blocks_at_once(device), dim=1):
                 if to_host:
                     host.index_copy_(0, places, device.index_select(0, blocks))
                 else:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from vllm_ctx_offload.worker.transfer import JobResult
 __all__ = ["CpuTransfer"]
 
 logger = logging.getLogger(__name__)
+
+# How long an engine that stops waits for a copy that may hang.
+_CLOSE_WAIT_S: Final = 3.0
 
 
 class _Submitted(NamedTuple):
@@ -60,12 +63,16 @@ class CpuTransfer:
         self._thread.start()
 
     def submit(self, job: TransferJob, *, to_host: bool) -> None:
+        submitted = _Submitted(job, to_host, time.monotonic())
         with self._changed:
-            self._queue.append(_Submitted(job, to_host, time.monotonic()))
             self._num_open += 1
-            if to_host:
-                self._open_stores.add(job.job_id)
-            self._changed.notify_all()
+            if not self._closing:
+                self._queue.append(submitted)
+                if to_host:
+                    self._open_stores.add(job.job_id)
+                self._changed.notify_all()
+                return
+        self._finish(submitted, ok=False)
 
     def fence(self, job_ids: Iterable[int]) -> None:
         # Without the wait the forward pass would overwrite blocks that a store reads.
@@ -84,8 +91,13 @@ class CpuTransfer:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(_CLOSE_WAIT_S)
+        if self._thread.is_alive():
+            logger.warning("A copy that is still being made was left behind.")
 
+    # The thread does not inherit the mode in which vLLM may have made the caches, and
+    # outside of it such tensors cannot be written. Others can be inside it.
+    @torch.inference_mode()
     def _run(self) -> None:
         _leave_the_models_cores()
         while (submitted := self._next()) is not None:

@@ -102,6 +102,9 @@ class CudaTransfer:
             done.record(lane.stream)
         lane.jobs.append(_InFlight(job, to_host, ok, began, done, kept))
 
+    # vLLM may have made the caches in this mode, and outside of it they cannot be
+    # written.
+    @torch.inference_mode()
     def _try_copy(
         self,
         job: TransferJob,

@@ -20,6 +20,8 @@ _LOAD_ID: Final = -1
 _WAIT_S: Final = 30.0
 
 
+# vLLM may have made the caches in this mode, and outside of it they cannot be written.
+@torch.inference_mode()
 def prove_layout(
     transfer: Transfer, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> None:

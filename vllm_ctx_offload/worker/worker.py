@@ -50,9 +50,11 @@ class OffloadWorker:
         self.stats = OffloadStats()
         self._pool: HostPool | None = None
         self._transfer: Transfer | None = None
+        self._num_blocks = 0
         self._idle = False
-        # Jobs that could not even be submitted.
-        self._refused: list[JobResult] = []
+        # Ends to report with the next step: of jobs that could not even be submitted,
+        # and of those that were open when the transfers were closed.
+        self._ended: list[JobResult] = []
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """Takes the cache tensors, makes the pool, and proves the layout by use.
@@ -73,6 +75,7 @@ class OffloadWorker:
             layout.bytes_per_block,
             pin=layout.device.type == "cuda",
         )
+        self._num_blocks = num_blocks
         self._transfer = _make_transfer(layout, self._pool)
         prove_layout(self._transfer, kv_caches, num_blocks)
 
@@ -98,17 +101,21 @@ class OffloadWorker:
             self._submit(job, to_host=True)
 
     def _submit(self, job: TransferJob, *, to_host: bool) -> None:
-        valid = len(job.rows) == len(job.block_ids) and all(
-            0 <= row < self._plan.num_rows for row in job.rows
+        # An index outside would be cut off in silence by a slice, and on a GPU it would
+        # end the process.
+        valid = (
+            len(job.rows) == len(job.block_ids)
+            and all(0 <= row < self._plan.num_rows for row in job.rows)
+            and all(0 <= block < self._num_blocks for block in job.block_ids)
         )
         if self._transfer is None or not valid:
-            self._refused.append(JobResult(job, to_host, False, 0, 0.0))
+            self._ended.append(JobResult(job, to_host, False, 0, 0.0))
             return
         self._transfer.submit(job, to_host=to_host)
 
     def finish_step(self) -> FinishedTransfers:
         """Returns what ended since the last call, each job exactly once."""
-        results, self._refused = self._refused, []
+        results, self._ended = self._ended, []
         if self._transfer is not None:
             wait = _IDLE_WAIT_S if self._idle and not results else 0.0
             results += self._transfer.poll(wait)
@@ -137,6 +144,7 @@ class OffloadWorker:
         """Ends all transfers and gives the pool back. May be called twice."""
         if self._transfer is not None:
             self._transfer.close()
+            self._ended += self._transfer.poll()
             self._transfer = None
         if self._pool is not None:
             self._pool.close()

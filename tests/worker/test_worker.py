@@ -1,0 +1,222 @@
+"""The worker's steps: what is refused, what is counted, each job reported once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from worker.layouts import NUM_BLOCKS, build
+
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.messages import TransferJob, TransferPlan
+from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.worker import FinishedTransfers, OffloadWorker
+
+NUM_ROWS = 6
+
+
+def make_plan(bytes_per_block: int, num_rows: int = NUM_ROWS) -> OffloadPlan:
+    return OffloadPlan(
+        tokens_per_block=16,
+        blocks_per_chunk=1,
+        hashes_per_chunk=1,
+        bytes_per_block=bytes_per_block,
+        num_workers=1,
+        num_slots=num_rows,
+    )
+
+
+@pytest.fixture
+def caches() -> dict[str, torch.Tensor]:
+    return build("block_first", torch.uint8).caches
+
+
+@pytest.fixture
+def worker(caches: dict[str, torch.Tensor]) -> Iterator[OffloadWorker]:
+    block_bytes = sum(cache[0].nbytes for cache in caches.values())
+    made = OffloadWorker(make_plan(block_bytes))
+    made.register(caches, NUM_BLOCKS)
+    yield made
+    made.close()
+
+
+def job(job_id: int, blocks: tuple[int, ...], rows: tuple[int, ...]) -> TransferJob:
+    return TransferJob(job_id, f"r{job_id}", blocks, rows)
+
+
+def finish(worker: OffloadWorker, count: int) -> FinishedTransfers:
+    """Runs idle steps until so many jobs ended, and sums them up."""
+    total = FinishedTransfers()
+    while sum(total.report.num_done.values()) < count:
+        worker.before_forward(TransferPlan(idle=True))
+        got = worker.finish_step()
+        total.loaded_requests |= got.loaded_requests
+        total.failed_block_ids |= got.failed_block_ids
+        total.report = total.report.merge(got.report)
+    return total
+
+
+def test_a_block_goes_out_and_comes_back_in_two_steps(
+    worker: OffloadWorker, caches: dict[str, torch.Tensor]
+) -> None:
+    worker.before_forward(TransferPlan())
+    worker.start_stores(TransferPlan(stores=(job(0, (3, 4), (5, 1)),)))
+    stored = finish(worker, 1)
+    assert stored == FinishedTransfers(report=stored.report)
+    assert stored.report.num_done == Counter({0: 1})
+    expected = {name: cache[[3, 4]].clone() for name, cache in caches.items()}
+
+    worker.start_loads(TransferPlan(loads=(job(1, (7, 9), (5, 1)),)))
+    loaded = finish(worker, 1)
+    assert loaded.loaded_requests == {"r1"}
+    assert loaded.failed_block_ids == set()
+    assert loaded.report.failed == set()
+    for name, cache in caches.items():
+        assert torch.equal(cache[[7, 9]], expected[name])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows"),
+    [
+        ((1,), ()),
+        ((1, 2), (0,)),
+        ((), (0,)),
+        ((1,), (NUM_ROWS,)),
+        ((1,), (-1,)),
+        ((NUM_BLOCKS,), (0,)),
+        ((NUM_BLOCKS - 1, NUM_BLOCKS), (0, 1)),
+        ((-1,), (0,)),
+    ],
+)
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_job_outside_cache_or_pool_fails_alone_and_touches_nothing(
+    worker: OffloadWorker,
+    caches: dict[str, torch.Tensor],
+    blocks: tuple[int, ...],
+    rows: tuple[int, ...],
+    to_host: bool,
+) -> None:
+    before = {name: cache.clone() for name, cache in caches.items()}
+    assert worker._pool is not None
+    pool = worker._pool.rows.clone()
+    bad = job(7, blocks, rows)
+    if to_host:
+        worker.start_stores(TransferPlan(stores=(bad,)))
+    else:
+        worker.start_loads(TransferPlan(loads=(bad,)))
+    ended = worker.finish_step()
+    assert ended.report.num_done == Counter({7: 1})
+    assert ended.report.failed == {7}
+    assert ended.loaded_requests == (set() if to_host else {"r7"})
+    assert ended.failed_block_ids == (set() if to_host else set(blocks))
+    assert worker.finish_step() == FinishedTransfers()
+    for name, cache in caches.items():
+        assert torch.equal(cache, before[name])
+    assert torch.equal(worker._pool.rows, pool)
+
+
+def test_a_failed_load_is_reported_with_its_request_and_blocks(
+    worker: OffloadWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(worker._transfer, "_copy", broken)
+    worker.before_forward(TransferPlan(late_stores=(job(0, (1,), (0,)),)))
+    worker.start_loads(TransferPlan(loads=(job(1, (2, 5), (1, 2)),)))
+    worker.start_stores(TransferPlan(stores=(job(2, (3,), (3,)),)))
+    ended = finish(worker, 3)
+    assert ended.loaded_requests == {"r1"}
+    assert ended.failed_block_ids == {2, 5}
+    assert ended.report.num_done == Counter({0: 1, 1: 1, 2: 1})
+    assert ended.report.failed == {0, 1, 2}
+    counts = {tuple(json.loads(k)): v for k, v in worker.stats.take().items()}
+    assert counts == {
+        ("transfer_failures", "store"): 2,
+        ("transfer_failures", "load"): 1,
+    }
+
+
+def test_bytes_and_transfers_are_counted_by_direction(worker: OffloadWorker) -> None:
+    worker.start_stores(TransferPlan(stores=(job(0, (1, 2), (0, 1)),)))
+    finish(worker, 1)
+    counts = {tuple(json.loads(k)): v for k, v in worker.stats.take().items()}
+    bytes_per_block = worker._plan.bytes_per_block
+    assert counts.pop(("transfer_seconds", "store")) >= 0
+    assert counts == {
+        ("transferred_bytes", "store"): 2 * bytes_per_block,
+        ("transfers", "store"): 1,
+    }
+
+
+def test_a_fence_makes_its_step_wait(worker: OffloadWorker) -> None:
+    worker.start_stores(TransferPlan(stores=(job(0, (1,), (0,)),)))
+    worker.before_forward(TransferPlan(fences=(0,)))
+    assert worker.finish_step().report.num_done == Counter({0: 1})
+
+
+def test_late_stores_come_before_the_fence_that_names_them(
+    worker: OffloadWorker,
+) -> None:
+    late = TransferPlan(late_stores=(job(4, (1,), (0,)),), fences=(4,))
+    worker.before_forward(late)
+    assert worker.finish_step().report.num_done == Counter({4: 1})
+
+
+def test_jobs_that_were_open_at_the_end_are_reported_once(
+    worker: OffloadWorker,
+) -> None:
+    jobs = tuple(job(number, (number,), (number,)) for number in range(NUM_ROWS))
+    worker.start_stores(TransferPlan(stores=jobs))
+    worker.close()
+    assert worker.finish_step().report.num_done == Counter(range(NUM_ROWS))
+    assert worker.finish_step() == FinishedTransfers()
+
+
+def test_a_worker_without_a_cache_fails_what_it_is_given() -> None:
+    worker = OffloadWorker(make_plan(8))
+    worker.before_forward(TransferPlan(late_stores=(job(0, (1,), (0,)),), fences=(0,)))
+    worker.start_loads(TransferPlan(loads=(job(1, (2,), (0,)),)))
+    ended = worker.finish_step()
+    assert ended.report.failed == {0, 1}
+    assert ended.failed_block_ids == {2}
+    assert not worker.pinned
+    worker.close()
+
+
+def test_closing_twice_is_harmless(worker: OffloadWorker) -> None:
+    worker.close()
+    worker.close()
+
+
+def test_blocks_larger_than_vllm_says_stop_the_start(
+    caches: dict[str, torch.Tensor],
+) -> None:
+    worker = OffloadWorker(make_plan(8))
+    with pytest.raises(ConfigError, match="768 bytes.*but vLLM's specification says 8"):
+        worker.register({"l": caches["l0"].float()}, NUM_BLOCKS)
+
+
+def test_a_device_that_is_not_supported_stops_the_start() -> None:
+    # Layouts need real memory: the device is all that is looked at here.
+    cache = torch.zeros((NUM_BLOCKS, 5, 7), device="meta")
+    with pytest.raises(ConfigError, match="'meta' device"):
+        OffloadWorker(make_plan(1024)).register({"l": cache}, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_caches_made_in_inference_mode_are_served(inside: bool) -> None:
+    with torch.inference_mode():
+        cache = torch.rand((NUM_BLOCKS, 5, 7))
+    worker = OffloadWorker(make_plan(140))
+    with torch.inference_mode(inside):
+        worker.register({"l": cache}, NUM_BLOCKS)
+    worker.start_stores(TransferPlan(stores=(job(0, (1,), (0,)),)))
+    finish(worker, 1)
+    worker.start_loads(TransferPlan(loads=(job(1, (2,), (0,)),)))
+    assert finish(worker, 1).failed_block_ids == set()
+    assert torch.equal(cache[1], cache[2])
+    worker.close()
