@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -41,9 +42,13 @@ _UNITS: Final = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+# No more digits than a size needs: Python refuses to read numbers of thousands.
+_NUMBER: Final = r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*"
+_SIZE: Final = re.compile(_NUMBER + r"([a-z]*)\s*", re.IGNORECASE)
+_SHARE: Final = re.compile(_NUMBER + r"%\s*")
+_MAX_BYTES: Final = 2**63 - 1
 _SIZE_FIX: Final = 'use a number of bytes or text such as "8GiB"'
+_FLAG_FIX: Final = "use true or false"
 _SHARE_FIX: Final = 'use a share of the pool such as "25%"'
 
 
@@ -59,13 +64,15 @@ class Size(NamedTuple):
 
 
 def _parse_bytes(value: object) -> int:
+    size: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if value >= 0 and float(value).is_integer():
-            return int(value)
+        size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         factor = _UNITS.get(match.group(2).lower())
         if factor is not None:
-            return int(float(match.group(1)) * factor)
+            size = int(Fraction(match.group(1)) * factor)
+    if 0 <= size <= _MAX_BYTES and size == int(size):
+        return int(size)
     raise PydanticCustomError("size", f"is not a size; {_SIZE_FIX}")
 
 
@@ -108,9 +115,11 @@ class TenantConfig(BaseModel):
     weight: float = Field(1.0, gt=0, le=1e9, description="use a weight above 0, as 1")
     max_priority: int = Field(100, ge=0, le=100, description="use 0 to 100")
     max_ttl_s: float = Field(3600.0, gt=0, description="use seconds above 0, as 3600")
-    isolation: Literal["private", "shared"] = "private"
-    store: bool = True
-    load: bool = True
+    isolation: Literal["private", "shared"] = Field(
+        "private", description='use "shared" to let tenants hit each other\'s chunks'
+    )
+    store: bool = Field(True, description=_FLAG_FIX)
+    load: bool = Field(True, description=_FLAG_FIX)
 
 
 class OffloadConfig(BaseModel):
@@ -121,14 +130,24 @@ class OffloadConfig(BaseModel):
     cpu_bytes_to_use: Bytes | None = None  # None: a share of the available memory
     block_size: int | None = Field(None, gt=0, description="use tokens, as 256")
     blocks_per_chunk: int | None = Field(None, gt=0, description="use 1 or more")
-    offload_prompt_only: bool = True
+    offload_prompt_only: bool = Field(True, description=_FLAG_FIX)
     store_threshold: int = Field(0, ge=0, description="use 0 for no reuse filter")
     max_tracker_size: int = Field(64_000, gt=0, description="use 1 or more keys")
-    eviction_policy: Literal["ctx", "lru"] = "ctx"
-    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
-    policy_file: str | None = None
+    eviction_policy: Literal["ctx", "lru"] = Field(
+        "ctx", description='use "lru" to ignore every hint and tenant'
+    )
+    tenants: dict[str, TenantConfig] = Field(
+        default_factory=dict,
+        description='use names with their fields, as {"acme": {"reserved": "4GiB"}}',
+    )
+    policy_file: str | None = Field(
+        None, description="use the path of a YAML or JSON file"
+    )
     tenant_from: tuple[Literal["kv_transfer_params", "cache_salt", "lora"], ...] = (
-        "kv_transfer_params",
+        Field(
+            ("kv_transfer_params",),
+            description='use a list such as ["kv_transfer_params"]',
+        )
     )
     max_protected: Share = Size(0, 0.3)
     load_wait_ms: float = Field(50.0, ge=0, le=60_000, description="use 0 to 60000")
@@ -179,7 +198,8 @@ def _read_policy_file(path: Path) -> dict[str, Any]:
     try:
         # YAML is a superset of JSON: one parser reads both.
         policy = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    # ValueError: bytes that are no UTF-8, a path with a NUL, a date that is none.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = str(error).replace("\n", " ")
         raise ConfigError(
             f"{_WHERE}: policy_file '{path}' can't be read ({reason}); "
@@ -201,28 +221,38 @@ def _unknown_key(where: str, key: str, known: tuple[str, ...]) -> str:
     return f"{where}: unknown key '{key}'; {hint}"
 
 
-def _field_of(location: tuple[int | str, ...]) -> tuple[type[BaseModel], str]:
-    """Returns the record and the field that an error's location points into."""
-    if location[0] == "tenants" and len(location) > 2:
-        return TenantConfig, str(location[2])
-    return OffloadConfig, str(location[0])
+# What pydantic says in Python's words, in those of JSON and YAML.
+_RULES: Final = {
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+}
 
 
 def _sentence(error: ErrorDetails, origin: Mapping[str, str]) -> str:
-    location = error["loc"]
-    where = origin.get(str(location[0]), _WHERE)
-    model, name = _field_of(location)
-    key = ".".join(str(part) for part in location if not str(part).startswith("func"))
-    if error["type"] == "extra_forbidden":
-        parent = key.rpartition(".")[0]
-        return _unknown_key(
-            f"{where}: {parent}" if parent else where, name, tuple(model.model_fields)
-        )
-    message = error["msg"]
-    message = message.replace("Input should be", "must be")
-    field = model.model_fields.get(name)
+    location = [str(part) for part in error["loc"]]
+    if location[-1] == "[key]":
+        location.pop()  # the name of a tenant is at fault, not its account
+    where = origin.get(location[0], _WHERE)
+    in_account = location[0] == "tenants" and len(location) > 2
+    fields = (TenantConfig if in_account else OffloadConfig).model_fields
+    if error["type"] in ("extra_forbidden", "invalid_key"):
+        parents = ".".join(location[:-1])
+        place = f"{where}: {parents}" if parents else where
+        return _unknown_key(place, location[-1], tuple(fields))
+    rule = _RULES.get(error["type"], error["msg"].replace("Input should be", "must be"))
+    field = fields.get(location[2 if in_account else 0])
     fix = f"; {field.description}" if field and field.description else ""
-    return f"{where}: '{key}' = {error['input']!r:.80} {message}{fix}."
+    key = ".".join(location)
+    return f"{where}: '{key}' = {_shown(error['input'])} {rule}{fix}."
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except (ValueError, RecursionError):  # a number of thousands of digits; too deep
+        return f"{type(value).__name__} too long to show"
 
 
 def _check_combinations(config: OffloadConfig) -> None:
@@ -239,7 +269,7 @@ def _check_combinations(config: OffloadConfig) -> None:
     for name in config.tenants:
         if not 1 <= len(name) <= 128:
             raise ConfigError(
-                f"{_WHERE}: tenants.{name:.20}... has a name of {len(name)} "
+                f"{_WHERE}: tenants holds the name '{name:.20}' of {len(name)} "
                 "characters; use 1 to 128."
             )
 

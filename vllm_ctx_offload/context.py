@@ -11,7 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
-from vllm_ctx_offload.config import DEFAULT_TENANT, OffloadConfig, TenantConfig
+from vllm_ctx_offload.config import (
+    DEFAULT_TENANT,
+    WILDCARD_TENANT,
+    OffloadConfig,
+    TenantConfig,
+)
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -116,7 +121,8 @@ def _number(value: object) -> float:
 
 
 def _priority(value: object) -> int:
-    return int(min(max(_number(value), 0), 100))
+    # Just outside the range stands for all beyond it until `_Parser.clamp` counts it.
+    return int(min(max(_number(value), -1), 101))
 
 
 def _seconds(value: object) -> float:
@@ -164,6 +170,7 @@ _FIELDS: Final[dict[str, Callable[[object], Any]]] = {
     "release": _flag,
     "receipt": _flag,
 }
+_KNOWN: Final = ("tenant", "retention_directives", *_FIELDS)
 _CAPS: Final = ("max_load_tokens", "max_offload_tokens")
 
 
@@ -203,10 +210,10 @@ class _Parser:
         return tuple(directive for directive in parsed if directive is not None)
 
     def clamp(self, name: str, value: Any, most: float) -> Any:
-        if value is None or value <= most:
+        if value is None or 0 <= value <= most:
             return value
         self.rejected.append(RejectedHint(name, "clamped"))
-        return type(value)(most)
+        return type(value)(min(max(value, 0), most))
 
 
 def build_req_context(
@@ -257,7 +264,9 @@ def _route(
         value = sources[source]
         if value is not None and (named := parser.read("tenant", _name, value)):
             break
-    tenant = named if named in config.tenants else DEFAULT_TENANT
+    # "*" is no tenant: a request that names it is as undeclared as any other.
+    declared = named in config.tenants and named != WILDCARD_TENANT
+    tenant = named if named and declared else DEFAULT_TENANT
     if config.tenant(tenant).isolation == "shared":
         return tenant, b""
     # An undeclared name under a private "*" still gets a namespace of its own: it is
@@ -274,16 +283,16 @@ def _parse_hints(
 ) -> Hints:
     """Returns the accepted fields, clamped to what `tenant` may ask for."""
     values: dict[str, Any] = {}
-    for name, value in raw.items():
-        if value is None or name == "tenant":
-            continue  # null is the same as absent
-        if name == "retention_directives":
-            values[name] = _clamped_directives(parser, parser.directives(value), tenant)
-        elif parse := _FIELDS.get(name):
+    for name, parse in _FIELDS.items():
+        if (value := raw.get(name)) is not None:  # null is the same as absent
             values[name] = parser.read(name, parse, value)
-        else:
-            # The label must stay bounded: a client's own field names are not kept.
-            parser.rejected.append(RejectedHint("unknown", "unknown_field"))
+    if (value := raw.get("retention_directives")) is not None:
+        values["retention_directives"] = _clamped_directives(
+            parser, parser.directives(value), tenant
+        )
+    if len(raw) > sum(name in raw for name in _KNOWN):
+        # Once, without their names: neither labels nor work grow with what is sent.
+        parser.rejected.append(RejectedHint("unknown", "unknown_field"))
     for name in _CAPS:
         if (value := params.get(name)) is not None:
             values[name] = parser.read(name, _count, value)

@@ -47,8 +47,11 @@ def _reclaimable_bytes(stat_path: Path) -> int:
         text = stat_path.read_text(encoding="ascii")
     except OSError:
         return 0
-    match = re.search(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)
-    return int(match.group(1)) if match else 0
+    # Version 1 lists a group's own pages too, but its usage has those of its children.
+    for name in ("total_inactive_file", "inactive_file"):
+        if match := re.search(rf"^{name} (\d+)$", text, re.MULTILINE):
+            return int(match.group(1))
+    return 0
 
 
 def _cgroup_limit(root: Path) -> MemoryLimit | None:
@@ -79,7 +82,7 @@ def publish_default_pool_bytes() -> None:
 
     May be called any number of times; only the first call of a deployment counts.
     """
-    if not os.environ.get(DEFAULT_ENV, "").isdigit():
+    if not os.environ.get(DEFAULT_ENV, "").isdecimal():
         size = int(available_memory().available_bytes * DEFAULT_SHARE)
         os.environ[DEFAULT_ENV] = str(size)
 
