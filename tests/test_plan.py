@@ -1,0 +1,136 @@
+"""The memory plan: chunk sizes and slots for one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ctx_offload import memory
+from vllm_ctx_offload.config import parse_config
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import ModelShape, OffloadPlan, resolve_plan
+
+WHERE = "kv_connector_extra_config"
+SHAPE = ModelShape(
+    tokens_per_block=16,
+    tokens_per_hash=16,
+    bytes_per_block=1_000,
+    num_device_blocks=500,
+    num_workers=2,
+)
+
+
+def plan_for(shape: ModelShape = SHAPE, **extra_config: Any) -> OffloadPlan:
+    return resolve_plan(parse_config(extra_config), shape)
+
+
+def test_a_plan_divides_the_pool_into_chunks_over_all_workers() -> None:
+    plan = plan_for(cpu_bytes_to_use=99_999, blocks_per_chunk=4)
+    assert plan == OffloadPlan(
+        tokens_per_block=16,
+        blocks_per_chunk=4,
+        hashes_per_chunk=4,
+        bytes_per_block=1_000,
+        num_workers=2,
+        num_slots=12,
+    )
+    assert (plan.tokens_per_chunk, plan.bytes_per_chunk) == (64, 8_000)
+    assert (plan.num_rows, plan.bytes_per_worker, plan.total_bytes) == (
+        48,
+        48_000,
+        96_000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "blocks_per_chunk"),
+    [
+        ({}, 1),
+        ({"blocks_per_chunk": 3}, 3),
+        ({"block_size": 16}, 1),
+        ({"block_size": 64}, 4),
+    ],
+)
+def test_a_chunk_is_one_block_or_as_many_as_configured(
+    extra_config: dict[str, int], blocks_per_chunk: int
+) -> None:
+    plan = plan_for(cpu_bytes_to_use=10**6, **extra_config)
+    assert plan.blocks_per_chunk == blocks_per_chunk
+
+
+def test_blocks_of_several_hashes_make_chunks_of_more() -> None:
+    shape = ModelShape(64, 16, 1_000, 500, 1)
+    plan = plan_for(shape, cpu_bytes_to_use=10**6, blocks_per_chunk=2)
+    assert (plan.hashes_per_chunk, plan.tokens_per_chunk) == (8, 128)
+
+
+@pytest.mark.parametrize(("block_size", "nearest"), [(24, 32), (8, 16), (63, 64)])
+def test_a_chunk_that_is_no_multiple_of_a_block_is_told(
+    block_size: int, nearest: int
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_for(cpu_bytes_to_use=10**6, block_size=block_size)
+    assert str(raised.value) == (
+        f"{WHERE}: block_size = {block_size} tokens is no multiple of the device's "
+        f"block of 16 tokens; use {nearest}, or blocks_per_chunk."
+    )
+
+
+@pytest.mark.parametrize("pool_bytes", [0, 3_999])
+def test_a_pool_that_holds_no_chunk_is_told(pool_bytes: int) -> None:
+    assert plan_for(cpu_bytes_to_use=4_000, blocks_per_chunk=2).num_slots == 1
+    with pytest.raises(ConfigError) as raised:
+        plan_for(cpu_bytes_to_use=pool_bytes, blocks_per_chunk=2)
+    assert str(raised.value) == (
+        f"{WHERE}: cpu_bytes_to_use = {pool_bytes} bytes hold no chunk, because one of "
+        "2 block(s) takes 4000 bytes over 2 worker(s); give at least that, and many "
+        "times that to be of use."
+    )
+
+
+def test_accounts_are_checked_against_whole_chunks() -> None:
+    plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 4_000}})
+    with pytest.raises(ConfigError, match="limit = 4000 bytes below reserved = 4001"):
+        plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 4_001}})
+
+
+def test_a_pool_without_a_size_takes_the_published_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(memory.DEFAULT_ENV, "20000")
+    assert plan_for().num_slots == 10
+
+
+@pytest.mark.parametrize(("pin", "ending"), [(True, "pinned"), (False, "not pinned")])
+def test_the_plan_is_told_in_one_line(pin: bool, ending: str) -> None:
+    plan = plan_for(cpu_bytes_to_use=96_000, blocks_per_chunk=4)
+    assert plan.describe(pin) == (
+        "chunks of 64 tokens (7.81 KiB), 12 slots for 768 tokens, 46.88 KiB of host "
+        f"memory on each of 2 worker(s), 93.75 KiB in all, {ending}"
+    )
+
+
+@settings(deadline=None)
+@given(
+    pool_bytes=st.integers(1, 10**9),
+    blocks_per_chunk=st.integers(1, 32),
+    bytes_per_block=st.integers(1, 10**6),
+    num_workers=st.integers(1, 8),
+)
+def test_a_plan_never_takes_more_than_was_given_nor_wastes_a_chunk(
+    pool_bytes: int, blocks_per_chunk: int, bytes_per_block: int, num_workers: int
+) -> None:
+    """CASES 35, as far as the plan goes."""
+    shape = ModelShape(16, 16, bytes_per_block, 500, num_workers)
+    try:
+        plan = plan_for(
+            shape, cpu_bytes_to_use=pool_bytes, blocks_per_chunk=blocks_per_chunk
+        )
+    except ConfigError:
+        assert pool_bytes < bytes_per_block * blocks_per_chunk * num_workers
+    else:
+        assert 0 <= pool_bytes - plan.total_bytes < plan.bytes_per_chunk
+        assert plan.total_bytes == plan.num_slots * plan.bytes_per_chunk

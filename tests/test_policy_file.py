@@ -1,0 +1,134 @@
+"""`policy_file`: the same keys from a file, in YAML or JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_errors import WHERE, sentence
+
+from vllm_ctx_offload.config import OffloadConfig, Size, TenantConfig, parse_config
+from vllm_ctx_offload.errors import ConfigError
+
+POLICY = {
+    "tenants": {"acme": {"reserved": "4GiB", "weight": 2}, "*": {"load": False}},
+    "tenant_from": ["lora"],
+    "max_protected": "10%",
+    "load_wait_ms": 5,
+}
+AS_YAML = """
+tenants:
+  acme: {reserved: 4GiB, weight: 2}
+  "*":
+    load: false
+tenant_from: [lora]
+max_protected: 10%
+load_wait_ms: 5
+"""
+
+
+def write(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "policy"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("text", [AS_YAML, json.dumps(POLICY)], ids=["yaml", "json"])
+def test_yaml_and_json_are_read(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    assert parse_config({"policy_file": path}) == OffloadConfig(
+        policy_file=path,
+        tenants={
+            "acme": TenantConfig(reserved=Size(4 * 1024**3), weight=2.0),
+            "*": TenantConfig(load=False),
+        },
+        tenant_from=("lora",),
+        max_protected=Size(0, 0.1),
+        load_wait_ms=5.0,
+    )
+
+
+def test_the_file_wins_over_inline_values_and_leaves_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path, "load_wait_ms: 5\ntenants: {zeta: {}}")
+    inline = {"load_wait_ms": 7, "max_protected": "1%", "tenants": {"acme": {}}}
+    config = parse_config({**inline, "policy_file": path, "store_threshold": 2})
+    assert config == OffloadConfig(
+        policy_file=path,
+        load_wait_ms=5.0,
+        max_protected=Size(0, 0.01),
+        tenants={"zeta": TenantConfig()},
+        store_threshold=2,
+    )
+
+
+def test_an_error_in_the_file_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "load_wait_ms: -1")
+    assert sentence({"policy_file": path}) == (
+        f"{path}: 'load_wait_ms' = -1 must be greater than or equal to 0; use 0 to "
+        "60000."
+    )
+
+
+def test_an_inline_error_beside_a_file_names_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path, "load_wait_ms: 1")
+    text = sentence({"policy_file": path, "store_threshold": -1})
+    assert text.startswith(f"{WHERE}: 'store_threshold' = -1 ")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("tenant", "did you mean 'tenants'?"),
+        ("1", "use tenants, tenant_from, max_protected, load_wait_ms."),
+        ("cpu_bytes_to_use", "use tenants, tenant_from, max_protected, load_wait_ms."),
+    ],
+)
+def test_unknown_keys_of_the_file_are_errors(
+    tmp_path: Path, key: str, hint: str
+) -> None:
+    """CASES 42: keys that only the inline configuration takes are unknown here."""
+    path = write(tmp_path, f"{key}: 5")
+    assert sentence({"policy_file": path}) == f"{path}: unknown key '{key}'; {hint}"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "tenants", "5", "null", "# nothing"])
+def test_a_file_without_a_mapping_is_an_error(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    assert sentence({"policy_file": path}) == (
+        f"policy_file '{path}' holds no mapping; start it with 'tenants:'."
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tenants: {",
+        "a: b: c",
+        b"\xff\xfe\xff",
+        "a: 2001-99-99",
+        "!!python/object:os.system {}",
+        "[" * 3_000,
+    ],
+    ids=["open", "yaml", "utf-8", "date", "object", "deep"],
+)
+def test_a_file_that_can_not_be_parsed_is_an_error(
+    tmp_path: Path, text: str | bytes
+) -> None:
+    path = write(tmp_path, text)
+    text = sentence({"policy_file": path})
+    assert text.startswith(f"{WHERE}: policy_file '{path}' can't be read (")
+    assert text.endswith(
+        "; give the path of a YAML or JSON file that every vLLM process can read."
+    )
+
+
+@pytest.mark.parametrize("path", ["", "\0", "nowhere/policy.yaml", "x" * 5_000])
+def test_a_file_that_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        parse_config({"policy_file": path})
+    start = f"{WHERE}: policy_file '{Path(path)}' can't be read ("
+    assert str(raised.value).startswith(start)
