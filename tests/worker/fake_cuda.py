@@ -161,7 +161,8 @@ class FakeCuda(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _switched_off() -> Iterator[None]:
-    with torch.utils._python_dispatch._disable_current_modes():
+    # In inference mode, as the code that enqueued the operations may have been.
+    with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
         yield
 
 
