@@ -175,7 +175,7 @@ def test_a_tenants_name_has_1_to_128_characters(name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("tennants", "tenants"),
+        ("tenantz", "tenants"),
         ("store_treshold", "store_threshold"),
         ("evictionpolicy", "eviction_policy"),
         ("cpu_bytes", "cpu_bytes_to_use"),
