@@ -13,6 +13,7 @@ from vllm_ctx_offload.core import HostMemoryManager, OffloadingManager, ReuseFil
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler import Planner, StepEvents
+from vllm_ctx_offload.scheduler.loads import promised_blocks
 from vllm_ctx_offload.stats import OffloadStats
 
 __all__ = ["SchedulerSide"]
@@ -32,10 +33,11 @@ class SchedulerSide:
 
     def __init__(self, config: OffloadConfig, plan: OffloadPlan) -> None:
         self._config = config
+        self._plan = plan
         self._stats = OffloadStats()
         self._warned: set[tuple[str, str]] = set()
         self._disabled = False
-        # Promised loads that the planner did not take, as (request id, block ids).
+        # Promised loads that the planner did not take; without rows they fail.
         self._broken_loads: list[TransferJob] = []
         self.manager = _make_manager(config, plan, self._stats)
         self.planner = Planner(
@@ -94,8 +96,9 @@ class SchedulerSide:
 
         taken = self._attempt("update_state_after_alloc", take, False)
         if not taken and num_external_tokens > 0:
+            targets = promised_blocks(self._plan, block_ids, num_external_tokens)
             self._broken_loads.append(
-                TransferJob(-1, request.request_id, tuple(block_ids), ())
+                TransferJob(-1, request.request_id, targets, ())
             )
 
     def plan_step(self, read_events: Callable[[], StepEvents]) -> TransferPlan:

@@ -16,7 +16,7 @@ from vllm_ctx_offload.scheduler.request_state import (
 )
 from vllm_ctx_offload.stats import OffloadStats
 
-__all__ = ["LoadPlanner"]
+__all__ = ["LoadPlanner", "promised_blocks"]
 
 
 class LoadPlanner:
@@ -114,7 +114,8 @@ class LoadPlanner:
         if lease is None:
             # A reset came between the answer and its admission. Without rows the
             # workers report the job as failed, and vLLM recomputes.
-            return self._open(state, (), block_ids, ())
+            targets = promised_blocks(self._plan, block_ids, num_external_tokens)
+            return self._open(state, (), targets, ())
         return self._load(state, lease, block_ids, num_external_tokens)
 
     def _count_answer(self, state: RequestOffloadState, num_loaded: int) -> None:
@@ -168,6 +169,18 @@ class LoadPlanner:
         job = self._jobs.add(JobKind.LOAD, state.req_context, keys, block_ids, rows)
         state.load_job_id = job.job_id
         return job
+
+
+def promised_blocks(
+    plan: OffloadPlan, block_ids: Sequence[int], num_tokens: int
+) -> tuple[int, ...]:
+    """Returns the blocks of a table that a load of `num_tokens` was promised for.
+
+    They are its end: nothing is computed in the step that admits an asynchronous load.
+    The blocks before them are a local hit, which other requests may be reading.
+    """
+    num_blocks = -(-num_tokens // plan.tokens_per_block)
+    return tuple(block_ids[-num_blocks:])
 
 
 def _skip_reason(state: RequestOffloadState) -> str | None:

@@ -1,0 +1,252 @@
+"""Lookups, leases, caps and the loads that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scheduler.bench import Bench, FakeRequest
+
+from vllm_ctx_offload.messages import TransferJob, TransferPlan
+from vllm_ctx_offload.scheduler.request_state import Lease, Status
+from vllm_ctx_offload.stats import OffloadStats
+
+MakeBench = Callable[..., Bench]
+
+
+def state_of(bench: Bench, request: FakeRequest) -> Any:
+    return bench.planner._states[request.request_id]
+
+
+def figures(stats: OffloadStats) -> dict[str, float]:
+    return {key: value for key, value in stats.take().items() if "_tokens" in key}
+
+
+def test_nothing_stored_is_nothing_found(bench: Bench) -> None:
+    request = bench.add(20)
+    assert bench.lookup(request) == (0, False)
+    assert state_of(bench, request).lease is None
+
+
+def test_hit_is_promised_and_pinned(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    assert bench.lookup(request) == (16, True)
+    assert state_of(bench, request).lease == Lease(
+        keys=tuple(state_of(bench, request).keys[:4]),
+        slots=(0, 1, 2, 3),
+        first_chunk=0,
+        start_token=0,
+    )
+    assert bench.manager.num_pinned == 4
+
+
+def test_last_token_is_never_promised(bench: Bench) -> None:
+    bench.store(16)
+    assert bench.lookup(bench.add(16)) == (12, True)
+    assert bench.lookup(bench.add(17, "longer")) == (16, True)
+
+
+def test_answer_counts_beyond_the_local_hit(bench: Bench) -> None:
+    bench.store(16)
+    assert bench.lookup(bench.add(20), num_local=8) == (8, True)
+
+
+@pytest.mark.parametrize("num_local", [16, 20, 24])
+def test_answer_is_never_negative_and_nothing_is_not_asynchronous(
+    bench: Bench, num_local: int
+) -> None:
+    """CASES 11."""
+    bench.store(16)
+    assert bench.lookup(bench.add(20), num_local=num_local) == (0, False)
+    assert bench.manager.num_pinned == 0
+
+
+def test_asking_again_keeps_one_lease(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    for num_local in (0, 8, 4, 0):
+        bench.lookup(request, num_local=num_local)
+        assert bench.manager.num_pinned == 4 - num_local // 4
+        bench.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache"),
+        ({"kv_transfer_params": {"ctx": {"load": False}}}, "load_off"),
+    ],
+)
+def test_request_that_must_not_read_is_skipped_and_counted(
+    bench: Bench, fields: dict[str, Any], reason: str
+) -> None:
+    bench.store(16)
+    figures(bench.stats)
+    request = bench.add(20, **fields)
+    assert bench.lookup(request, num_local=4) == (0, False)
+    bench.planner.on_allocated(request, [1, 2, 3, 4, 5], 0)
+    assert bench.manager.num_pinned == 0
+    assert figures(bench.stats) == {
+        '["lookup_tokens", "default"]': 16,
+        '["hit_tokens", "default"]': 0,
+        '["missed_tokens", "default"]': 0,
+        f'["skipped_tokens", "default", "{reason}"]': 16,
+    }
+
+
+def test_cap_counts_what_is_loaded_not_what_is_local(bench: Bench) -> None:
+    bench.store(24)
+    request = bench.add(30, kv_transfer_params={"max_load_tokens": 11})
+    assert bench.lookup(request) == (8, True)
+    assert bench.lookup(request, num_local=4) == (8, True)
+
+
+def test_load_goes_into_the_table_behind_the_local_hit(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request, num_local=4)
+    bench.planner.on_allocated(request, [11, 12, 13, 14], 12)
+    plan = bench.idle()
+    assert plan == TransferPlan(
+        loads=(TransferJob(1, "r", (12, 13, 14), (1, 2, 3)),), idle=True
+    )
+    assert state_of(bench, request).status is Status.LOADING
+    assert bench.idle() == TransferPlan(idle=True)
+
+
+def test_load_may_begin_inside_a_chunk(make_bench: MakeBench) -> None:
+    """CASES 10: chunks of 2 blocks, a local hit of 1 and of 3 blocks."""
+    bench = make_bench(blocks_per_chunk=2)
+    bench.store(32)
+    for num_local, expected in ((4, (1, 2, 3, 4, 5)), (12, (3, 4, 5))):
+        request = bench.add(30, f"after {num_local}")
+        assert bench.lookup(request, num_local=num_local) == (24 - num_local, True)
+        table = list(range(6))
+        bench.planner.on_allocated(request, table, 24 - num_local)
+        (load,) = bench.idle().loads
+        assert load.block_ids == load.rows == expected
+
+
+def test_less_than_promised_gives_the_rest_of_the_lease_back(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2], 7)
+    assert bench.manager.num_pinned == 2
+    (load,) = bench.idle().loads
+    assert load == TransferJob(1, "r", (1, 2), (0, 1))
+
+
+def test_admission_with_no_tokens_gives_the_lease_back(bench: Bench) -> None:
+    """The loser inside a MultiConnector sees real blocks and 0 tokens."""
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4, 5], 0)
+    assert bench.manager.num_pinned == 0
+    assert not bench.planner.has_work
+
+
+def test_second_admission_after_a_load_changes_nothing(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    (load,) = bench.idle().loads
+    bench.end(load.job_id)
+    assert state_of(bench, request).status is Status.WAITING
+    figures(bench.stats)
+    bench.planner.on_allocated(request, [1, 2, 3, 4, 5], 0)
+    assert figures(bench.stats) == {}
+    assert bench.idle() == TransferPlan(idle=True)
+    assert bench.manager.num_pinned == 0
+
+
+def test_promise_without_a_lease_becomes_a_load_that_fails(bench: Bench) -> None:
+    """Never wrong bytes: only the promised blocks, and no rows to fill them from."""
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request, num_local=4)
+    bench.planner.reset()
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 12)
+    (load,) = bench.idle().loads
+    assert load == TransferJob(1, "r", (2, 3, 4), ())
+    bench.end(load.job_id, failed=True)
+    assert not bench.planner.has_work
+
+
+def test_failed_load_takes_its_keys_out_of_the_cache(bench: Bench) -> None:
+    """CASES 16."""
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    (load,) = bench.idle().loads
+    bench.end(load.job_id, failed=True)
+    assert bench.lookup(request) == (0, False)
+    assert bench.manager.num_resident == 0
+
+
+def test_load_of_several_workers_ends_with_the_last(make_bench: MakeBench) -> None:
+    bench = make_bench(num_workers=2)
+    bench.store(16)
+    bench.end(0)  # the second worker
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    (load,) = bench.idle().loads
+    bench.stats.take()
+    bench.end(load.job_id)
+    assert bench.manager.num_pinned == 4
+    bench.end(load.job_id)
+    assert bench.manager.num_pinned == 0
+    assert bench.stats.take() == {'["loaded_bytes", "default"]': 2 * 4 * 10}
+
+
+def test_end_of_a_load_leaves_a_new_request_with_its_id_alone(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    (load,) = bench.idle().loads
+    bench.planner.on_finished(request, [1, 2, 3, 4])
+    again = bench.add(20)
+    bench.run(again, 20, [5, 6, 7, 8, 9])
+    bench.end(load.job_id)
+    assert state_of(bench, again).status is Status.RUNNING
+
+
+class TestWaiting:
+    """For chunks that are just being stored."""
+
+    @pytest.fixture
+    def bench(self, make_bench: MakeBench) -> Bench:
+        bench = make_bench(load_wait_s=1.0)
+        storing = bench.add(16, "storing")
+        bench.lookup(storing)
+        bench.run(storing, 16, [1, 2, 3, 4])
+        return bench
+
+    def test_wait_has_a_deadline(self, bench: Bench) -> None:
+        """CASES 19."""
+        request = bench.add(20)
+        answers = [bench.lookup(request, now=now) for now in (5.0, 5.5, 5.99, 6.0)]
+        assert answers == [(None, False)] * 3 + [(0, False)]
+        assert bench.manager.num_pinned == 4  # by the store alone
+
+    def test_ready_head_is_taken_when_the_wait_is_over(self, bench: Bench) -> None:
+        bench.end(0)
+        storing = bench.add(24, "longer")
+        bench.run(storing, 24, [5, 6, 7, 8, 9, 10])
+        request = bench.add(30)
+        assert bench.lookup(request, now=1.0) == (None, False)
+        assert bench.lookup(request, now=3.0) == (16, True)
+
+    def test_deadline_starts_anew_after_an_admission(self, bench: Bench) -> None:
+        request = bench.add(20)
+        bench.lookup(request, now=0.0)
+        assert bench.lookup(request, now=1.0) == (0, False)
+        bench.planner.on_allocated(request, [], 0)
+        assert bench.lookup(request, now=9.0) == (None, False)

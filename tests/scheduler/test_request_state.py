@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from helpers import make_req_context
+from scheduler.bench import FakeRequest
+
+from vllm_ctx_offload.scheduler.request_state import (
+    RequestOffloadState,
+    Status,
+    make_key_prefix,
+)
+
+LEGAL = {
+    (Status.WAITING, Status.LOADING),
+    (Status.WAITING, Status.RUNNING),
+    (Status.WAITING, Status.FINISHED),
+    (Status.LOADING, Status.WAITING),
+    (Status.LOADING, Status.FINISHED),
+    (Status.RUNNING, Status.WAITING),
+    (Status.RUNNING, Status.RUNNING),
+    (Status.RUNNING, Status.FINISHED),
+}
+
+
+def make_state(num_tokens: int = 16) -> RequestOffloadState:
+    request = FakeRequest("r", num_tokens)
+    return RequestOffloadState(request, make_req_context("r"), b"p:")
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(Status, Status)))
+def test_only_legal_transitions_happen(before: Status, after: Status) -> None:
+    state = make_state()
+    state.status = before
+    if (before, after) in LEGAL:
+        state.move_to(after)
+        assert state.status is after
+        return
+    with pytest.raises(AssertionError, match="->"):
+        state.move_to(after)
+    assert state.status is before
+
+
+def test_leaving_blocks_forgets_what_belonged_to_them() -> None:
+    state = make_state()
+    state.status = Status.RUNNING
+    state.block_ids, state.num_offered, state.store_barrier = [1, 2], 2, True
+    state.leave_blocks()
+    assert state.status is Status.WAITING
+    assert (state.block_ids, state.num_offered, state.store_barrier) == ([], 0, False)
+
+
+def test_chain_is_as_long_as_it_is_hashed() -> None:
+    state = make_state(16)
+    assert state.chain(2, 1) == [b"p:prefix-0", b"p:prefix-1"]
+    assert state.chain(9, 1) == [b"p:prefix-%d" % index for index in range(4)]
+    assert state.chain(1, 1) == [b"p:prefix-0"]
+    assert state.chain(0, 1) == []
+
+
+def test_key_of_a_chunk_is_the_hash_at_its_end() -> None:
+    state = make_state(20)
+    assert state.chain(9, 2) == [b"p:prefix-1", b"p:prefix-3"]
+
+
+def test_chain_grows_with_the_hashes() -> None:
+    state = make_state(8)
+    assert len(state.chain(9, 1)) == 2
+    assert isinstance(state.request, FakeRequest)
+    state.request.num_tokens = 12
+    state.request.grow_hashes("prefix")
+    assert len(state.chain(9, 1)) == 3
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_chain_starts_anew_when_hashed_tokens_were_replaced(kept: int) -> None:
+    """A streaming-input session drops the last sampled token and goes on."""
+    state = make_state(16)
+    state.chain(9, 1)
+    state.num_offered = 4
+    assert isinstance(state.request, FakeRequest)
+    del state.request.block_hashes[kept:]
+    if kept == 3:
+        state.request.grow_hashes("replaced")
+    expected = [b"p:prefix-%d" % index for index in range(kept)]
+    if kept == 3:
+        expected.append(b"p:replaced-3")
+    assert state.chain(9, 1) == expected
+    assert state.num_offered == 0
+
+
+def test_no_two_namespaces_or_groups_share_a_key_prefix() -> None:
+    names = [b"", b"a", b"ab", b"a\x00", b"\x00a", b"\x00\x01a", b"a" * 600]
+    prefixes = [
+        make_key_prefix(name, group)
+        for name, group in itertools.product(names, (0, 1, 97))
+    ]
+    for one, other in itertools.permutations(prefixes, 2):
+        # Whatever hash follows, the keys differ.
+        assert not one.startswith(other)
