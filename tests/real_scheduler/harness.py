@@ -252,7 +252,7 @@ class Engine:
 
     def _count(self, increments: dict[str, Any]) -> None:
         if "CtxOffloadConnector" in increments:  # as a MultiConnector reports it
-            increments = increments["CtxOffloadConnector"].data
+            increments = increments["CtxOffloadConnector"]
         assert all(value >= 0 for value in increments.values()), increments
         self.stats = merge_stats(self.stats, increments)
 
