@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ def test_runs_are_the_pairs_in_order_and_as_long_as_possible(
         (block + i, row + i) for block, row, length in runs for i in range(length)
     ]
     assert unrolled == pairs
-    for one, other in zip(runs, runs[1:], strict=False):
+    for one, other in itertools.pairwise(runs):
         assert (one.block + one.length, one.row + one.length) != other[:2]
 
 

@@ -1,7 +1,7 @@
 """Orders on the device: every wait that CudaTransfer makes, and that each is needed.
 
 `FakeCuda` runs the three streams in random orders that respect nothing but the waits.
-`Traffic` plays vLLM and the planner on top of it and knows which bytes have to be where.
+`Traffic` plays vLLM and the planner on top of it and knows which bytes belong where.
 """
 
 from __future__ import annotations

@@ -196,7 +196,9 @@ def test_blocks_larger_than_vllm_says_stop_the_start(
     caches: dict[str, torch.Tensor],
 ) -> None:
     worker = OffloadWorker(make_plan(8))
-    with pytest.raises(ConfigError, match="768 bytes.*but vLLM's specification says 8"):
+    with pytest.raises(
+        ConfigError, match=r"768 bytes.*but vLLM's specification says 8"
+    ):
         worker.register({"l": caches["l0"].float()}, NUM_BLOCKS)
 
 

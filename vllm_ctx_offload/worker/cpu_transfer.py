@@ -22,7 +22,7 @@ __all__ = ["CpuTransfer"]
 logger = logging.getLogger(__name__)
 
 # How long an engine that stops waits for a copy that may hang.
-_CLOSE_WAIT_S: Final = 3.0
+_CLOSE_WAIT_S: Final = 1.0
 
 
 class _Submitted(NamedTuple):

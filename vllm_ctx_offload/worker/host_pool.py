@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Any
@@ -62,6 +63,7 @@ class HostPool:
                     format_bytes(start),
                 )
                 self._unpin()
+                _forget_cuda_error()
                 return False
             self._pinned_pieces.append(base + start)
         return True
@@ -77,6 +79,15 @@ class HostPool:
         """Gives the memory back. No copy may be under way."""
         self._unpin()
         self.rows = self.rows.new_empty((0, 0))
+
+
+def _forget_cuda_error() -> None:
+    """Takes the error that CUDA keeps of the failed call.
+
+    Otherwise torch finds it after the next kernel it launches and blames that one.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _check_memory(num_bytes: int) -> None:

@@ -180,6 +180,6 @@ def _widest_word(views: Sequence[torch.Tensor]) -> torch.dtype:
     for view in views:
         numbers.extend((view.shape[1], view.stride(0), view.data_ptr()))
         # A storage can begin at an odd address; torch wants both to be aligned.
-        numbers.append(view.storage_offset())
+        numbers.append(int(view.storage_offset()))
     unit = math.gcd(*numbers)
     return next(word for word in _WORDS if unit % word.itemsize == 0)

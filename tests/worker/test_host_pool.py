@@ -1,0 +1,162 @@
+"""The host memory: as much as was asked for, given back, or refused in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+import torch
+
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.memory import MemoryLimit
+from vllm_ctx_offload.worker import host_pool
+from vllm_ctx_offload.worker.host_pool import HostPool
+
+MIB = 1024**2
+
+
+def test_resident_memory_grows_by_what_was_asked_and_goes_back() -> None:
+    # In a process of its own: other tests' garbage would count here.
+    code = """
+        import psutil, torch
+        from vllm_ctx_offload.worker.host_pool import HostPool
+
+        rss = lambda: psutil.Process().memory_info().rss
+        HostPool(1, 4096, pin=False).close()
+        before = rss()
+        # Just above a power of two, where an allocator that rounds up shows.
+        pool = HostPool(264 * 16, 65_536, pin=False)
+        full = rss()
+        asked = pool.rows.nbytes
+        pool.close()
+        print(asked, full - before, rss() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    asked, grown, left = map(int, done.stdout.split())
+    assert asked == 264 * MIB
+    assert 0.95 * asked <= grown <= 1.05 * asked
+    assert left <= 0.05 * asked
+
+
+def test_rows_are_zeroed_and_one_contiguous_range() -> None:
+    pool = HostPool(5, 33, pin=False)
+    assert pool.rows.shape == (5, 33)
+    assert pool.rows.is_contiguous()
+    assert not pool.rows.any()
+    assert not pool.pinned
+    pool.close()
+
+
+def test_too_little_memory_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = MemoryLimit(300 * MIB, "cgroup memory.max")
+    monkeypatch.setattr(host_pool, "available_memory", lambda: limit)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(ConfigError) as caught:
+        HostPool(1024, MIB, pin=False)
+    message = str(caught.value)
+    for part in ("cpu_bytes_to_use", "1.00 GiB", "300.00 MiB", "cgroup memory.max"):
+        assert part in message
+    assert message.endswith(".")
+    assert ". " not in message
+    assert psutil.Process().memory_info().rss - before < 100 * MIB
+
+
+def test_a_pool_as_large_as_the_memory_left_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = MemoryLimit(8192, "cgroup memory.max")
+    monkeypatch.setattr(host_pool, "available_memory", lambda: limit)
+    HostPool(2, 4096, pin=False).close()
+    with pytest.raises(ConfigError):
+        HostPool(2, 4097, pin=False)
+
+
+class FakeCudart:
+    """Registers ranges, and fails from the `fails_at`-th one on."""
+
+    def __init__(self, fails_at: int = 1000) -> None:
+        self.registered: dict[int, int] = {}
+        self.fails_at = fails_at
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if len(self.registered) == self.fails_at:
+            return 2  # cudaErrorMemoryAllocation
+        assert flags == 1
+        self.registered[start] = size
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:  # noqa: N802 - CUDA's name
+        del self.registered[start]
+        return 0
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "_PIN_PIECE_BYTES", 4096)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, cudart: FakeCudart) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+
+
+def test_the_pool_is_pinned_in_pieces_that_cover_it_once(
+    monkeypatch: pytest.MonkeyPatch, small_pieces: None
+) -> None:
+    cudart = FakeCudart()
+    use(monkeypatch, cudart)
+    pool = HostPool(10, 1000, pin=True)
+    assert pool.pinned
+    base = pool.rows.data_ptr()
+    assert cudart.registered == {base: 4096, base + 4096: 4096, base + 8192: 1808}
+    pool.close()
+    assert cudart.registered == {}
+    assert pool.rows.nbytes == 0
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
+    fails_at: int,
+    monkeypatch: pytest.MonkeyPatch,
+    small_pieces: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cudart = FakeCudart(fails_at)
+    use(monkeypatch, cudart)
+    kernels: list[str] = []
+
+    def blamed(*args: object, device: str) -> None:
+        # What torch does after a launch: it finds the error left behind by CUDA.
+        kernels.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "ones", blamed)
+    pool = HostPool(10, 1000, pin=True)
+    assert not pool.pinned
+    assert cudart.registered == {}
+    assert kernels == ["cuda"]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "CUDA error 2" in warning
+    assert "ulimit -l" in warning
+    assert not pool.rows.any()
+    pool.close()
+
+
+def test_memory_that_is_not_pinned_needs_no_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent() -> None:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "cudart", absent)
+    HostPool(2, 64, pin=False).close()
