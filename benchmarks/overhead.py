@@ -1,0 +1,253 @@
+"""What the connector costs a workload that never gets anything back from it.
+
+Two engines, one with the connector and one without, answer the same batches in turn,
+each idle while the other works, so that whatever else the machine does falls on both.
+No prompt shares a prefix with another: all is computed, and with the connector all
+is stored as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.engine import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineSettings,
+    add_common_options,
+    blocks_for,
+    find_model,
+    random_prompt,
+    say,
+)
+from tools.smollm2 import ModelError, cache_folder
+
+MIN_RATIO = 0.97
+# Thrown away: the first batches of a process are slow whatever it does.
+WARM_UP_BATCHES = 1
+
+
+class EngineFailedError(RuntimeError):
+    """An engine's process ended or cached what it should have computed."""
+
+
+class Workload(NamedTuple):
+    """One batch: so many requests at once, so many tokens each."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def prompts(self, batch: int) -> list[list[int]]:
+        """Returns the prompts of a batch, which no other batch has."""
+        first = batch * self.requests
+        return [
+            random_prompt(seed, self.prompt_tokens)
+            for seed in range(first, first + self.requests)
+        ]
+
+
+def serve(connection: Connection, settings: EngineSettings, log_file: Path) -> None:
+    """Runs an engine that answers one batch for each message; None ends it."""
+    with log_file.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    engine = Engine(settings)
+    connection.send("ready")
+    while (message := connection.recv()) is not None:
+        prompts, output_tokens = message
+        connection.send(engine.run(prompts, output_tokens))
+    engine.close()
+
+
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, settings: EngineSettings) -> None:
+        self.name = name
+        self._log_file = cache_folder() / f"overhead-{name}.log"
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, settings, self._log_file)
+        )
+        self._process.start()
+        # Ours must be the only open end, or a dead engine is waited for for ever.
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Returns when the engine can take a batch."""
+        self._receive()
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Answer:
+        """Returns what a batch took."""
+        self._connection.send((prompts, output_tokens))
+        answer = self._receive()
+        assert isinstance(answer, Answer)
+        if answer.num_cached_tokens:
+            raise EngineFailedError(
+                f"The engine {self.name} had {answer.num_cached_tokens} tokens cached, "
+                "but nothing should repeat."
+            )
+        return answer
+
+    def _receive(self) -> object:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise EngineFailedError(
+                f"The engine {self.name} ended: see {self._log_file}."
+            ) from None
+
+    def close(self) -> None:
+        """Ends the process, by force where it does not end by itself."""
+        if self._process.is_alive():
+            self._connection.send(None)
+            self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def measure(
+    engines: tuple[EngineProcess, EngineProcess],
+    workload: Workload,
+    *,
+    pairs: int,
+    seconds: float,
+) -> list[tuple[float, float]]:
+    """Returns the seconds of each pair of batches: without, with the connector.
+
+    Who goes first changes from pair to pair. Ends after `pairs`, or with the first
+    pair after `seconds`.
+    """
+    off, on = engines
+    measured = []
+    deadline = time.monotonic() + seconds
+    for batch in range(pairs + WARM_UP_BATCHES):
+        prompts = workload.prompts(batch)
+        order = (off, on) if batch % 2 == 0 else (on, off)
+        took = {
+            engine.name: engine.run(prompts, workload.output_tokens).seconds
+            for engine in order
+        }
+        if batch < WARM_UP_BATCHES:
+            continue
+        measured.append((took[off.name], took[on.name]))
+        without, with_it = measured[-1]
+        say(
+            f"pair {len(measured)}/{pairs}: off {without:.3f} s, on {with_it:.3f} s, "
+            f"ratio {without / with_it:.3f}"
+        )
+        if time.monotonic() > deadline:
+            break
+    return measured
+
+
+def throughput_ratio(measured: list[tuple[float, float]]) -> float:
+    """Returns throughput with the connector over without: the median of the pairs."""
+    return statistics.median(without / with_it for without, with_it in measured)
+
+
+def report(measured: list[tuple[float, float]], workload: Workload) -> bool:
+    """Prints the result; returns whether the goal is met."""
+    tokens = workload.requests * (workload.prompt_tokens + workload.output_tokens)
+    ratios = sorted(without / with_it for without, with_it in measured)
+    say()
+    for name, index in (("off", 0), ("on", 1)):
+        seconds = statistics.median(pair[index] for pair in measured)
+        say(f"connector {name:3}: {tokens / seconds:8.0f} tokens/s (median)")
+    ratio = throughput_ratio(measured)
+    word = "met" if ratio >= MIN_RATIO else "missed"
+    say(
+        f"throughput on / off {ratio:.3f} (goal: at least {MIN_RATIO}, {word}); "
+        f"{len(ratios)} pairs from {ratios[0]:.3f} to {ratios[-1]:.3f}"
+    )
+    return ratio >= MIN_RATIO
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=4, help="at once, a batch")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=15, help="most pairs of batches")
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="no new pair after that long"
+    )
+    add_common_options(parser)
+    return parser.parse_args()
+
+
+def start(
+    arguments: argparse.Namespace, workload: Workload
+) -> tuple[EngineProcess, EngineProcess]:
+    """Returns the engine without and the one with the connector, not yet ready."""
+    blocks = blocks_for(workload.prompt_tokens + workload.output_tokens + 1)
+    settings = EngineSettings(
+        model=find_model(arguments.model),
+        connector=None,
+        dtype=arguments.dtype,
+        max_model_len=blocks * BLOCK_SIZE,
+        device_blocks=blocks * (workload.requests + 1),
+        # Far fewer than are offered: evicting is part of the cost.
+        host_bytes=256 << 20,
+        max_batched_tokens=max(2048, blocks * BLOCK_SIZE),
+        multiprocess=arguments.multiprocess,
+    )
+    return (
+        EngineProcess("off", settings),
+        EngineProcess("on", settings._replace(connector=arguments.connector)),
+    )
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit status."""
+    arguments = parse_arguments()
+    workload = Workload(
+        arguments.requests, arguments.prompt_tokens, arguments.output_tokens
+    )
+    engines: tuple[EngineProcess, ...] = ()
+    try:
+        engines = off, on = start(arguments, workload)
+        say(f"starting vLLM twice, without and with {arguments.connector} ...")
+        for engine in engines:
+            engine.wait_until_ready()
+        measured = measure(
+            (off, on), workload, pairs=arguments.pairs, seconds=arguments.seconds
+        )
+    except (ModelError, EngineFailedError) as error:
+        print(f"overhead: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for engine in engines:
+            engine.close()
+    goal_met = report(measured, workload)
+    if arguments.json:
+        result = {
+            "connector": arguments.connector,
+            "dtype": arguments.dtype,
+            "workload": workload._asdict(),
+            "throughput_ratio": throughput_ratio(measured),
+            "seconds_off_on": measured,
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    return int(arguments.check and not goal_met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
