@@ -12,13 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from real_scheduler.invariants import check_connector, check_idle, check_requests
-from real_scheduler.sim_worker import (
-    Controls,
-    Forward,
-    SimDevice,
-    SimTier,
-    TokenView,
-)
+from real_scheduler.sim_model import SimModel
+from real_scheduler.sim_worker import Controls, SimDevice, SimTier, TokenView
 from real_scheduler.vllm_setup import make_kv_cache_config, make_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
@@ -30,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -99,6 +94,7 @@ class Engine:
         )
         self._async = async_scheduling
         self._hasher = get_request_block_hasher(block_size, sha256)
+        self.model = SimModel(self.scheduler)
         self._make_workers(num_blocks, num_workers)
         self._init_records()
 
@@ -125,21 +121,16 @@ class Engine:
         return connector.make_sim_tier(device)
 
     def _init_records(self) -> None:
-        self.generation = 0  # of the weights
         self.requests: dict[str, Request] = {}  # that may still get block hashes
-        self.views: dict[str, TokenView] = {}
         self.chunk_symbols: dict[bytes, list[int]] = {}  # block hash -> whole prefix
         self.tokens: dict[str, list[int]] = {}  # that came out, per request
         self.receipts: dict[str, Any] = {}
         self.finished: list[str] = []
         self.stats: dict[str, float] = {}
         self.num_steps = 0
-        self.num_scheduled: dict[str, int] = {}  # tokens computed, per request
         self.last_output: SchedulerOutput = SchedulerOutput.make_empty()
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._next_id = 0
-        self.make_drafts: Any = None  # (view) -> draft tokens, for speculation
-        self.drop_drafts = False
 
     # ---- requests
 
@@ -246,8 +237,7 @@ class Engine:
                     self.finished.append(item.request_id)
                     self.receipts[item.request_id] = item.kv_transfer_params
         self._learn_hashes()
-        if self.make_drafts is not None:
-            self._draft(output)
+        self.model.draft(output)
         self.check()
 
     def _count(self, increments: dict[str, Any]) -> None:
@@ -256,15 +246,10 @@ class Engine:
         assert all(value >= 0 for value in increments.values()), increments
         self.stats = merge_stats(self.stats, increments)
 
-    def _draft(self, output: SchedulerOutput) -> None:
-        ids = [i for i in output.num_scheduled_tokens if i in self.scheduler.requests]
-        drafts = [self.make_drafts(self.views[i]) for i in ids]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
-
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = output.kv_connector_metadata
         plans = getattr(metadata, "metadata", [metadata])
-        forwards, sampled = self._forward(output)
+        forwards, sampled = self.model.forward(output)
         results = []
         for device, tiers in zip(self.devices, self.tiers, strict=True):
             for tier, part in zip(tiers, plans, strict=True):
@@ -305,55 +290,6 @@ class Engine:
             kv_connector_output=kv_output,
         )
 
-    def _forward(
-        self, output: SchedulerOutput
-    ) -> tuple[list[Forward], dict[str, list[int]]]:
-        """Returns what each request computes, and the tokens it samples."""
-        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        fresh = {n.req_id for n in output.scheduled_new_reqs} | cached.resumed_req_ids
-        forwards, sampled = [], {}
-        for request_id, count in output.num_scheduled_tokens.items():
-            if request_id in fresh:
-                tokens = self.scheduler.requests[request_id].all_token_ids
-                self.views[request_id] = TokenView(tokens)
-            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
-            first = starts[request_id]
-            forwards.append(self._compute(request_id, first, count, drafts))
-            sampled[request_id] = self._sample(request_id, first + count, drafts)
-            total = self.num_scheduled.get(request_id, 0) + count
-            self.num_scheduled[request_id] = total
-        return forwards, sampled
-
-    def _compute(
-        self, request_id: str, first: int, count: int, drafts: list[int]
-    ) -> Forward:
-        view = self.views[request_id]
-        with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
-        hashes = with_drafts.prefix_hashes[first : first + count]
-        assert len(hashes) == count, f"{request_id} computes tokens that nobody knows"
-        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        return Forward(
-            list(block_ids),
-            first,
-            [(self.generation, value) for value in hashes],
-            view.prefix_hashes[:first],
-        )
-
-    def _sample(self, request_id: str, end: int, drafts: list[int]) -> list[int]:
-        view = self.views[request_id]
-        if end < len(view.tokens):
-            return []
-        sampled: list[int] = []
-        for draft in [*drafts, None]:
-            token = view.next_token()
-            view.append(token)
-            sampled.append(token)
-            if token != draft:
-                break
-        return sampled
-
     # ---- checks
 
     def _learn_hashes(self) -> None:
@@ -369,21 +305,20 @@ class Engine:
                 del self.requests[request.request_id]
 
     def check(self) -> None:
-        for index, side in enumerate(self.sides):
-            position = self.connectors.index(
-                next(c for c in self.connectors if getattr(c, "_scheduler", 0) is side)
-            )
-            check_connector(self, side, [tiers[position] for tiers in self.tiers])
-            assert index < len(self.connectors)
-        for request_id, tokens in self.tokens.items():
-            if request_id in self.views and tokens:
-                self._check_answer(request_id, tokens)
-
-    def _check_answer(self, request_id: str, tokens: list[int]) -> None:
-        request = self.scheduler.requests.get(request_id)
-        if request is not None:
+        for index, connector in enumerate(self.connectors):
+            if isinstance(connector, CtxOffloadConnector):
+                tiers = [tiers[index] for tiers in self.tiers]
+                assert connector._scheduler is not None
+                check_connector(self, connector._scheduler, tiers)
+        for request_id, request in self.requests.items():
+            tokens = self.tokens[request_id]
             prompt = list(request.prompt_token_ids or [])
             assert tokens == self.answer(prompt, len(tokens)), request_id
+
+    @property
+    def num_scheduled(self) -> dict[str, int]:
+        """Tokens computed, per request."""
+        return self.model.num_scheduled
 
     @property
     def side(self) -> SchedulerSide:
@@ -393,7 +328,5 @@ class Engine:
     def count(self, name: str) -> float:
         """Returns the sum of a counter over its labels."""
         return sum(
-            value
-            for key, value in self.stats.items()
-            if key.startswith(f'["{name}"')
+            value for key, value in self.stats.items() if key.startswith(f'["{name}"')
         )

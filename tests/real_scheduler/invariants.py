@@ -43,7 +43,8 @@ def check_connector(engine: Any, side: SchedulerSide, tiers: list[SimTier]) -> N
             continue
         prefix = engine.chunk_symbols[key[-32:]]
         expected = [
-            (engine.generation, value) for value in prefix[-plan.tokens_per_chunk :]
+            (engine.model.generation, value)
+            for value in prefix[-plan.tokens_per_chunk :]
         ]
         first = chunk.slot * plan.blocks_per_chunk
         for tier in tiers:
@@ -51,9 +52,7 @@ def check_connector(engine: Any, side: SchedulerSide, tiers: list[SimTier]) -> N
             assert [symbol for row in rows for symbol in row] == expected, key
 
 
-def _check_pins(
-    engine: Any, side: SchedulerSide, manager: HostMemoryManager
-) -> None:
+def _check_pins(engine: Any, side: SchedulerSide, manager: HostMemoryManager) -> None:
     """Every pin belongs to an open job or to the lease of a live request."""
     holders: dict[bytes, int] = {}
     planner = side.planner

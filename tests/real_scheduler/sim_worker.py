@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 
-Symbol = Any
-BEING_COPIED = "being copied"
+Symbol = tuple[int, int]
+NOTHING: Symbol = (-1, 0)
+BEING_COPIED: Symbol = (-2, 0)
 
 
 class TokenView:
@@ -86,7 +87,7 @@ class SimTier:
     ) -> None:
         self._device = device
         self.host: list[list[Symbol]] = [[] for _ in range(num_rows)]
-        self._controls = controls
+        self.controls = controls
         self._rank = rank
         self._stores: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
@@ -116,7 +117,7 @@ class SimTier:
             self._start(job, to_host=True)
 
     def _start(self, job: TransferJob, *, to_host: bool) -> None:
-        fails = self._controls.fails(job, to_host, self._rank)
+        fails = self.controls.fails(job, to_host, self._rank)
         copy = _Copy(job, to_host, fails)
         if to_host:
             self._stores.append(copy)
@@ -150,7 +151,7 @@ class SimTier:
             result.report.failed.add(job.job_id)
         self._refused = []
         for queue in (self._stores, self._loads):
-            while queue and self._controls.ends(queue[0].job, queue[0].to_host):
+            while queue and self.controls.ends(queue[0].job, queue[0].to_host):
                 copy = queue.popleft()
                 self._finish(copy)
                 self._report(copy, result)
@@ -175,7 +176,9 @@ class SimDevice:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.blocks: list[list[Symbol]] = [[None] * block_size for _ in range(num_blocks)]
+        self.blocks: list[list[Symbol]] = [
+            [NOTHING] * block_size for _ in range(num_blocks)
+        ]
 
     def at(self, block_ids: list[int], position: int) -> Symbol:
         block, offset = divmod(position, self.block_size)
@@ -185,10 +188,7 @@ class SimDevice:
         """Raises AssertionError unless the blocks hold this prefix."""
         for position, expected in enumerate(prefix_hashes):
             found = self.at(block_ids, position)
-            assert found is not None and found[1] == expected, (
-                f"position {position} in block {block_ids[position // self.block_size]}"
-                f" holds {found}"
-            )
+            assert found == (found[0], expected), f"position {position} holds {found}"
 
     def run(self, forward: Forward) -> None:
         self.check(forward.block_ids, forward.read)

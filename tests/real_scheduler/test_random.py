@@ -74,7 +74,7 @@ class Chaos:
         engine = self._engine
         engine.flush()
         if engine.scheduler.reset_prefix_cache(reset_connector=True):
-            engine.generation += 1
+            engine.model.generation += 1
         engine.check()
 
     def _add(self) -> None:

@@ -53,7 +53,7 @@ def test_reset_during_a_load_says_no_and_keeps_old_kv_out(
     request = engine.add(PROMPT, max_tokens=40)
     engine.step(3)
     assert is_parked(request)
-    engine.generation += 1
+    engine.model.generation += 1
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.controls.hold_loads = False
     engine.settle()
@@ -76,7 +76,7 @@ def test_reset_after_a_load_and_before_its_request_runs_keeps_old_kv_out(
     request = engine.add(PROMPT, max_tokens=4)
     while request.request_id not in engine.scheduler.finished_recving_kv_req_ids:
         engine.step()
-    engine.generation += 1
+    engine.model.generation += 1
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.settle()
     assert host_manager(engine.side).num_resident == 0
@@ -99,7 +99,7 @@ def test_barrier_of_a_reset_outlives_the_resumption_after_a_load(
     engine.controls.hold_loads = True
     engine.step(2)
     assert is_parked(request)
-    engine.generation += 1
+    engine.model.generation += 1
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.controls.hold_loads = False
     engine.settle()
@@ -122,7 +122,7 @@ def test_reset_during_a_store_drops_the_late_chunk(
     while request.request_id not in engine.finished:
         engine.step()
     engine.step(2)
-    engine.generation += 1
+    engine.model.generation += 1
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     again = engine.add(PROMPT)
     while again.request_id not in engine.finished:
@@ -143,7 +143,7 @@ def test_running_request_stores_nothing_of_before_a_reset(
     )
     engine.add(PROMPT, max_tokens=70)
     engine.step(3)
-    engine.generation += 1
+    engine.model.generation += 1
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert host_manager(engine.side).num_resident == 0
     engine.settle()
@@ -158,7 +158,7 @@ def test_reset_of_everything_lets_a_preempted_request_store_anew(
     engine.add(PROMPT, max_tokens=4)
     engine.step(3)
     engine.flush()
-    engine.generation += 1
+    engine.model.generation += 1
     assert engine.scheduler.reset_prefix_cache(
         reset_running_requests=True, reset_connector=True
     )

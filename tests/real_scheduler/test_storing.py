@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from real_scheduler.harness import Engine
 from real_scheduler.invariants import host_manager
+from real_scheduler.sim_worker import Controls
 
 MakeEngine = Callable[..., Engine]
 PROMPT = list(range(1, 201))  # six blocks and 8 tokens
@@ -163,32 +164,26 @@ def test_store_is_ready_when_the_last_worker_has_ended_it(
     """CASES 34: ranks end at different times."""
     engine = make_engine(num_workers=2, async_scheduling=async_scheduling)
     slow = engine.tiers[1][0]
-    finish_step, slow.finish_step = slow.finish_step, lambda: type(finish_step())()
-    engine.controls.hold_stores = True
+    slow.controls = Controls(hold_stores=True)
     engine.add(PROMPT)
-    engine.step(2)
-    # Only the first worker's tier reports now.
-    engine.controls.hold_stores = False
-    slow._controls = type(engine.controls)(hold_stores=True)
-    slow.finish_step = finish_step
     engine.step(5)
-    key = next(iter(host_manager(engine.side)._chunks.items()))[0]
-    assert not host_manager(engine.side)._chunks[key].ready
-    slow._controls = engine.controls
+    chunks = host_manager(engine.side)._chunks
+    assert [chunk.ready for _, chunk in chunks.items()] == [False] * 6
+    slow.controls = engine.controls
     engine.settle()
-    assert host_manager(engine.side)._chunks[key].ready
+    assert [chunk.ready for _, chunk in chunks.items()] == [True] * 6
 
 
 def test_speculation_stores_confirmed_tokens_only(make_engine: MakeEngine) -> None:
     """Drafts are right, partly right and wrong in turn; the content check sees all."""
     engine = make_engine(num_drafts=3, extra={"offload_prompt_only": False})
-    engine.make_drafts = lambda view: [
+    engine.model.make_drafts = lambda view: [
         token if len(view.tokens) % 3 and index < 2 else 3
         for index, token in enumerate(engine.answer(view.tokens, 3))
     ]
     engine.run(PROMPT[:60], max_tokens=100)
     assert engine.tokens["r0"] == engine.answer(PROMPT[:60], 100)
-    engine.make_drafts = None
+    engine.model.make_drafts = None
     full = PROMPT[:60] + engine.tokens["r0"]
     assert loaded_by(engine, full) >= 128
 

@@ -28,9 +28,7 @@ def test_wait_for_a_store_that_never_ends_has_an_end(
     1. A chunk is being stored, and never gets ready.
     2. A request that wants it waits for `load_wait_ms` and is recomputed.
     """
-    engine = make_engine(
-        async_scheduling=async_scheduling, extra={"load_wait_ms": 200}
-    )
+    engine = make_engine(async_scheduling=async_scheduling, extra={"load_wait_ms": 200})
     engine.seconds_per_step = 0.01
     storing(engine)
     began = engine.now

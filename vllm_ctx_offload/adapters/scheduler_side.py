@@ -97,9 +97,7 @@ class SchedulerSide:
         taken = self._attempt("update_state_after_alloc", take, False)
         if not taken and num_external_tokens > 0:
             targets = promised_blocks(self._plan, block_ids, num_external_tokens)
-            self._broken_loads.append(
-                TransferJob(-1, request.request_id, targets, ())
-            )
+            self._broken_loads.append(TransferJob(-1, request.request_id, targets, ()))
 
     def plan_step(self, read_events: Callable[[], StepEvents]) -> TransferPlan:
         plan = self._attempt(

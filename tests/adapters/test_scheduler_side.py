@@ -1,0 +1,217 @@
+"""The guard between the planner and vLLM's scheduler: CONTRACT 19."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
+
+MakeSide = Callable[..., SchedulerSide]
+MakeRequest = Callable[..., Request]
+
+# Hook -> (method of the planner, call of the side, what vLLM gets for an answer).
+HOOKS: dict[str, tuple[str, Callable[[SchedulerSide, Any], Any], Any]] = {
+    "on_new_request": (
+        "on_new_request",
+        lambda side, request: side.on_new_request(request),
+        None,
+    ),
+    "get_num_new_matched_tokens": (
+        "lookup",
+        lambda side, request: side.lookup(request, 0),
+        (0, False),
+    ),
+    "update_state_after_alloc": (
+        "on_allocated",
+        lambda side, request: side.on_allocated(request, [1], 0),
+        None,
+    ),
+    "build_connector_meta": (
+        "plan_step",
+        lambda side, request: side.plan_step(StepEvents),
+        TransferPlan(),
+    ),
+    "update_connector_output": (
+        "on_worker_report",
+        lambda side, request: side.on_worker_report(WorkerReport()),
+        None,
+    ),
+    "request_finished": (
+        "on_finished",
+        lambda side, request: side.on_finished(request, []),
+        None,
+    ),
+    "reset_cache": ("reset", lambda side, request: side.reset(), True),
+}
+
+
+def break_planner(side: SchedulerSide, method: str) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    setattr(side.planner, method, fail)
+
+
+def store(side: SchedulerSide, request: Request) -> None:
+    """Stores a prompt of four blocks."""
+    side.on_new_request(request)
+    side.lookup(request, 0)
+    side.on_allocated(request, [1, 2, 3, 4], 0)
+    events = StepEvents(
+        {request.request_id: 16},
+        [TableUpdate(request.request_id, [1, 2, 3, 4], 0, replace=True)],
+    )
+    (job,) = side.plan_step(lambda: events).stores
+    side.on_worker_report(WorkerReport(Counter([job.job_id])))
+    side.on_finished(request, [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_error_in_a_hook_disables_and_never_reaches_vllm(
+    make_side: MakeSide,
+    make_request: MakeRequest,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+) -> None:
+    side, request = make_side(), make_request(20)
+    store(side, make_request(16, "stored"))
+    method, call, answer = HOOKS[hook]
+    break_planner(side, method)
+    assert call(side, request) == answer
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert f"internal error in {hook}" in record.getMessage()
+    # From now on there is no offloading, and nothing more is logged.
+    assert side.lookup(request, 0) == (0, False)
+    for _, later_call, later_answer in HOOKS.values():
+        assert later_call(side, request) == later_answer
+    assert not side.has_work
+    assert len(caplog.records) == 1
+
+
+def test_error_while_the_step_is_read_disables_too(make_side: MakeSide) -> None:
+    def fail() -> StepEvents:
+        raise AttributeError
+
+    side = make_side()
+    assert side.plan_step(fail) == TransferPlan()
+    assert side.lookup(None, 0) == (0, False)
+
+
+def test_promised_load_that_broke_is_reported_as_failed(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    """1. A hit is promised; 2. taking the admission fails: vLLM waits for a report.
+
+    The job names the promised blocks, not the local hit before them, and no rows.
+    """
+    side, request = make_side(), make_request(20)
+    store(side, make_request(16, "stored"))
+    assert side.lookup(request, 8) == (8, True)
+    break_planner(side, "on_allocated")
+    side.on_allocated(request, [7, 8, 9, 10], 8)
+    assert side.plan_step(StepEvents) == TransferPlan(
+        loads=(TransferJob(-1, "r", (9, 10), ()),)
+    )
+    assert side.plan_step(StepEvents) == TransferPlan()
+
+
+@pytest.mark.parametrize("when", ["reading", "planning", "later hook"])
+def test_admitted_load_that_was_not_sent_is_reported_as_failed(
+    make_side: MakeSide, make_request: MakeRequest, when: str
+) -> None:
+    side, request = make_side(), make_request(20)
+    store(side, make_request(16, "stored"))
+    assert side.lookup(request, 0) == (16, True)
+    side.on_allocated(request, [7, 8, 9, 10], 16)
+    if when == "later hook":
+        break_planner(side, "reset")
+        side.reset()
+
+    def events() -> StepEvents:
+        if when == "reading":
+            raise AttributeError
+        # A running request cannot be told of a table while its load is under way.
+        return StepEvents({"r": 4}, [TableUpdate("r", [1], 0, replace=True)])
+
+    assert side.plan_step(events) == TransferPlan(
+        loads=(TransferJob(1, "r", (7, 8, 9, 10), ()),)
+    )
+    assert side.plan_step(StepEvents) == TransferPlan()
+
+
+def test_reports_of_failed_jobs_are_taken_in_silence(make_side: MakeSide) -> None:
+    side = make_side()
+    break_planner(side, "reset")
+    side.reset()
+    side.on_worker_report(WorkerReport(Counter([-1, -1]), {-1}))
+
+
+@pytest.mark.parametrize("params", [7, "x", [1], True])
+def test_params_of_a_wrong_type_are_taken_out_of_vllms_way(
+    make_side: MakeSide, make_request: MakeRequest, params: Any
+) -> None:
+    """CASES 31: vLLM itself reads fields of them after `on_new_request`."""
+    side, request = make_side(), make_request(20, params=params)
+    side.on_new_request(request)
+    assert request.kv_transfer_params is None
+    assert side.lookup(request, 0) == (0, False)
+
+
+def test_ignored_field_is_logged_once_and_counted_each_time(
+    make_side: MakeSide, make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make_side()
+    for index in range(3):
+        params = {"ctx": {"priority": "high", "ttl_s": -1}}
+        side.on_new_request(make_request(20, f"r{index}", params))
+    assert len(caplog.records) == 2
+    counts = side.take_stats()
+    assert counts['["hints_rejected", "priority", "type"]'] == 3
+    assert counts['["hints_rejected", "ttl_s", "negative"]'] == 3
+
+
+def test_context_takes_what_the_request_says_of_itself(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    side = make_side(tenants={"acme": {}}, tenant_from=["cache_salt"])
+    request = make_request(20, cache_salt="acme", session_id="s-1")
+    side.on_new_request(request)
+    context = side.planner._states["r"].req_context
+    assert (context.tenant, context.namespace) == ("acme", b"acme")
+    assert context.hints.session == "s-1"
+
+
+def test_threshold_puts_the_filter_before_the_manager(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    side = make_side(store_threshold=2)
+    request = make_request(16)
+    events = StepEvents({"r": 16}, [TableUpdate("r", [1, 2, 3, 4], 0, replace=True)])
+    side.on_new_request(request)
+    assert side.plan_step(lambda: events).stores == ()
+    side.on_finished(request, [1, 2, 3, 4])
+    side.on_new_request(request)
+    assert len(side.plan_step(lambda: events).stores) == 1
+
+
+def test_work_is_pending_until_the_worker_has_reported(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    side, request = make_side(), make_request(16)
+    assert not side.has_work
+    events = StepEvents({"r": 16}, [TableUpdate("r", [1, 2, 3, 4], 0, replace=True)])
+    side.on_new_request(request)
+    side.plan_step(lambda: events)
+    side.on_finished(request, [1, 2, 3, 4])
+    assert side.has_work
+    side.on_worker_report(WorkerReport(Counter([0])))
+    assert not side.has_work

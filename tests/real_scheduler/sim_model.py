@@ -1,0 +1,79 @@
+"""What a model runner computes and samples, with symbols for KV and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from real_scheduler.sim_worker import Forward, TokenView
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+
+class SimModel:
+    """Answers a prefix with a token that depends on all of it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.generation = 0  # of the weights
+        self.views: dict[str, TokenView] = {}
+        self.num_scheduled: dict[str, int] = {}
+        # Draft tokens for what a request holds, or None without speculation.
+        self.make_drafts: Callable[[TokenView], list[int]] | None = None
+
+    def forward(
+        self, output: SchedulerOutput
+    ) -> tuple[list[Forward], dict[str, list[int]]]:
+        """Returns what each request computes, and the tokens it samples."""
+        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        fresh = {n.req_id for n in output.scheduled_new_reqs} | cached.resumed_req_ids
+        forwards, sampled = [], {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            if request_id in fresh:
+                tokens = self._scheduler.requests[request_id].all_token_ids
+                self.views[request_id] = TokenView(tokens)
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            first = starts[request_id]
+            forwards.append(self._compute(request_id, first, count, drafts))
+            sampled[request_id] = self._sample(request_id, first + count, drafts)
+            total = self.num_scheduled.get(request_id, 0) + count
+            self.num_scheduled[request_id] = total
+        return forwards, sampled
+
+    def _compute(
+        self, request_id: str, first: int, count: int, drafts: list[int]
+    ) -> Forward:
+        view = self.views[request_id]
+        with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
+        hashes = with_drafts.prefix_hashes[first : first + count]
+        assert len(hashes) == count, f"{request_id} computes tokens that nobody knows"
+        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return Forward(
+            list(block_ids),
+            first,
+            [(self.generation, value) for value in hashes],
+            view.prefix_hashes[:first],
+        )
+
+    def _sample(self, request_id: str, end: int, drafts: list[int]) -> list[int]:
+        view = self.views[request_id]
+        if end < len(view.tokens):
+            return []
+        sampled: list[int] = []
+        for draft in [*drafts, None]:
+            token = view.next_token()
+            view.append(token)
+            sampled.append(token)
+            if token != draft:
+                break
+        return sampled
+
+    def draft(self, output: SchedulerOutput) -> None:
+        """Proposes tokens to the requests of the step that are still there."""
+        if self.make_drafts is None:
+            return
+        ids = [i for i in output.num_scheduled_tokens if i in self._scheduler.requests]
+        drafts = [self.make_drafts(self.views[i]) for i in ids]
+        self._scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
