@@ -119,6 +119,13 @@ def test_a_bad_field_is_ignored_on_its_own(
     assert rejected(context) == [(label, reason)]
 
 
+@pytest.mark.parametrize("name", ["x", "x" * 128, "💾" * 128, "\ud800", " "])
+def test_names_of_1_to_128_characters_are_taken(name: str) -> None:
+    """CASES 31."""
+    context = make_req_context(session=name, tenant=name)
+    assert (context.hints, context.rejected) == (Hints(session=name), ())
+
+
 @pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
 @pytest.mark.parametrize(
     ("value", "reason"),
