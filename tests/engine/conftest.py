@@ -1,0 +1,57 @@
+"""Models made once a session, and engines shared by tests that want the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine.harness import Engine, EngineSpec
+from engine.models import make_llama, make_mla
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            # What vLLM and its dependencies warn about is not ours to mend.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mla(tmp_path_factory.mktemp("mla"))
+
+
+class EngineShelf:
+    """Holds one engine at a time and starts another only for a different spec."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    def get(self, spec: EngineSpec) -> Engine:
+        """Returns an engine of that spec with both caches empty."""
+        if self._engine is None or self._engine.spec != spec:
+            self.clear()
+            self._engine = Engine(spec)
+        self._engine.forget()
+        return self._engine
+
+    def clear(self) -> None:
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
+
+
+@pytest.fixture(scope="session")
+def shelf() -> Iterator[EngineShelf]:
+    shelf = EngineShelf()
+    yield shelf
+    shelf.clear()

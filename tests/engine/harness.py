@@ -1,0 +1,362 @@
+"""A real engine in this process, driven step by step and open for inspection."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from engine.models import VOCAB_SIZE
+
+from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.worker import OffloadWorker
+
+__all__ = [
+    "BLOCK",
+    "CTX",
+    "MLA_BLOCK",
+    "Engine",
+    "EngineSpec",
+    "Result",
+    "assert_same_answer",
+    "engine_environment",
+    "random_prompt",
+]
+
+BLOCK: Final = 32  # tokens of a device block
+MLA_BLOCK: Final = 16  # vLLM's MLA on the CPU takes no other
+# In float32 answers differ by the order of additions at most.
+_TOLERANCE: Final = 2e-5
+_GARBAGE: Final = 7.0
+CTX: Final = {"kv_connector": "CtxOffloadConnector", "kv_role": "kv_both"}
+
+Prompt = Sequence[int]
+
+
+class Result(NamedTuple):
+    """The answer to one request."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_cached: int  # prompt tokens from the device's cache or the host
+    receipt: dict[str, Any]  # empty where none was asked for
+    prompt_logprobs: tuple[float, ...] = ()
+
+    @property
+    def num_loaded(self) -> int:
+        return int(self.receipt["loaded_tokens"])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is started with; equal specs can share one engine."""
+
+    model: Path
+    # A prime, so that no other dimension of a cache tensor can be taken for it.
+    num_blocks: int = 41
+    tokens_per_block: int = BLOCK
+    # By itself vLLM makes bfloat16 of a float32 model.
+    dtype: str = "float32"
+    extra: str = "{}"  # kv_connector_extra_config as JSON, to be hashable
+    transfer: str = json.dumps(CTX)  # kv_transfer_config as JSON; "" for none
+    options: str = "{}"  # more arguments of vLLM's, as JSON
+
+    @classmethod
+    def make(
+        cls,
+        model: Path,
+        *,
+        num_blocks: int = 41,
+        tokens_per_block: int = BLOCK,
+        dtype: str = "float32",
+        transfer: Mapping[str, Any] | None = CTX,
+        options: Mapping[str, Any] | None = None,
+        **extra: Any,
+    ) -> EngineSpec:
+        extra.setdefault("cpu_bytes_to_use", "32MiB")
+        return cls(
+            model,
+            num_blocks,
+            tokens_per_block,
+            dtype,
+            json.dumps(extra),
+            "" if transfer is None else json.dumps(transfer),
+            json.dumps(options or {}),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        arguments = {
+            "model": str(self.model),
+            "dtype": self.dtype,
+            "skip_tokenizer_init": True,
+            "max_model_len": min((self.num_blocks - 1) * self.tokens_per_block, 1024),
+            "block_size": self.tokens_per_block,
+            "num_gpu_blocks_override": self.num_blocks,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 16,
+            "gpu_memory_utilization": 0.3,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            **json.loads(self.options),
+        }
+        if self.transfer:
+            transfer = json.loads(self.transfer)
+            transfer.setdefault("kv_connector_extra_config", json.loads(self.extra))
+            arguments["kv_transfer_config"] = transfer
+        return arguments
+
+
+@contextlib.contextmanager
+def engine_environment(**more: str) -> Iterator[None]:
+    """Sets what engines on the CPU need, and undoes what vLLM does to the process."""
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
+    saved = dict(os.environ)
+    cores = os.sched_getaffinity(0)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+        # vLLM binds the model's thread to a core; what starts next must not inherit it.
+        os.sched_setaffinity(0, cores)
+
+
+class Engine:
+    """One engine. Invariants of the scheduler side are checked after every step."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(engine_environment())
+        from vllm import LLM
+
+        self.llm = LLM(**spec.arguments())
+        self._next_id = 0
+
+    # ---- what is inside
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> Any:
+        return self.core.scheduler.connector
+
+    @property
+    def sides(self) -> list[SchedulerSide]:
+        """The scheduler side of each of our connectors."""
+        connector = self.connector
+        found = getattr(connector, "_connectors", [connector])
+        return [c._scheduler for c in found if isinstance(_side(c), SchedulerSide)]
+
+    @property
+    def side(self) -> SchedulerSide:
+        (side,) = self.sides
+        return side
+
+    @property
+    def worker(self) -> OffloadWorker:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        assert isinstance(worker, OffloadWorker)
+        return worker
+
+    @property
+    def transfer(self) -> Any:
+        assert self.worker._transfer is not None
+        return self.worker._transfer
+
+    @property
+    def kv_tensors(self) -> list[torch.Tensor]:
+        worker = self.core.model_executor.driver_worker.worker
+        return list(worker.model_runner.kv_caches)
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 4,
+        ctx: Mapping[str, Any] | None = None,
+        params: Any = None,
+        **sampling: Any,
+    ) -> str:
+        """Adds a request that asks for a receipt; returns its id."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        if params is None:
+            params = {"ctx": {"receipt": True, **(ctx or {})}}
+        request_id = f"r{self._next_id}"
+        self._next_id += 1
+        self.llm.llm_engine.add_request(
+            request_id,
+            TokensPrompt(prompt_token_ids=list(prompt)),
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0,
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": params},
+                **sampling,
+            ),
+        )
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.llm.llm_engine.abort_request([request_id])
+
+    def step(self) -> dict[str, Result]:
+        """Runs one step; returns the requests that it ended."""
+        outputs = self.llm.llm_engine.step()
+        for side in self.sides:
+            check_invariants(side)
+        return {out.request_id: _result(out) for out in outputs if out.finished}
+
+    def run(self, *prompts: Prompt, **arguments: Any) -> list[Result]:
+        """Runs requests together, and the transfers that they leave to their end."""
+        ids = [self.add(prompt, **arguments) for prompt in prompts]
+        results: dict[str, Result] = {}
+        while len(results) < len(ids):
+            results.update(self.step())
+        self.drain()
+        return [results[request_id] for request_id in ids]
+
+    def ask(self, prompt: Prompt, **arguments: Any) -> Result:
+        (result,) = self.run(prompt, **arguments)
+        return result
+
+    def drain(self) -> None:
+        """Steps until every request and every transfer has ended."""
+        while self.core.scheduler.has_requests():
+            self.step()
+
+    # ---- caches
+
+    def forget_device(self) -> None:
+        """Empties the device's prefix cache and writes garbage over every block."""
+        assert self.llm.reset_prefix_cache()
+        for tensor in self.kv_tensors:
+            tensor.fill_(_GARBAGE)
+
+    def forget(self) -> None:
+        """Brings the engine back to how it started, both caches empty."""
+        self.drain()
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+        for tensor in self.kv_tensors:
+            tensor.fill_(_GARBAGE)
+
+    def ask_and_read(self, prompt: Prompt) -> tuple[Result, list[bytes]]:
+        """Returns the answer and the bytes of the prompt's full blocks, all layers."""
+        request_id = self.add(prompt, max_tokens=2)
+        request = self._newest_request()
+        while not request.num_output_tokens:
+            self.step()
+        table = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        num_full = len(prompt) // self.spec.tokens_per_block
+        contents = [self._bytes_of_block(block) for block in table[0][:num_full]]
+        results: dict[str, Result] = {}
+        while request_id not in results:
+            results.update(self.step())
+        self.drain()
+        return results[request_id], contents
+
+    def _newest_request(self) -> Any:
+        requests = self.core.scheduler.requests
+        return requests[next(reversed(requests))]
+
+    def _bytes_of_block(self, block_id: int) -> bytes:
+        parts = []
+        for tensor in self.kv_tensors:
+            axis = tensor.shape.index(self.spec.num_blocks)
+            block = tensor.select(axis, block_id).contiguous().flatten()
+            parts.append(block.view(torch.uint8).numpy().tobytes())
+        return b"".join(parts)
+
+    def assert_idle(self) -> None:
+        """No request, transfer or pin is left in any table."""
+        for side in self.sides:
+            assert not side._disabled
+            assert side.planner.num_requests == 0
+            assert not side.planner.has_work
+            assert manager_of(side).num_pinned == 0
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        self._stack.close()
+
+
+def _side(connector: Any) -> Any:
+    return getattr(connector, "_scheduler", None)
+
+
+def manager_of(side: SchedulerSide) -> Any:
+    """The host-memory manager, behind the reuse filter if there is one."""
+    return getattr(side.manager, "_inner", side.manager)
+
+
+def check_invariants(side: SchedulerSide) -> None:
+    assert not side._disabled, "the connector disabled itself; its log says why"
+    side.planner.check_invariants()
+    manager_of(side).check_invariants()
+
+
+def _result(output: Any) -> Result:
+    (completion,) = output.outputs
+    params = output.kv_transfer_params or {}
+    return Result(
+        tokens=tuple(completion.token_ids),
+        logprobs=_logprobs(completion.token_ids, completion.logprobs or ()),
+        num_cached=output.num_cached_tokens or 0,
+        receipt=params.get("ctx", {}),
+        prompt_logprobs=_logprobs(
+            output.prompt_token_ids[1:], (output.prompt_logprobs or ())[1:]
+        ),
+    )
+
+
+def _logprobs(tokens: Sequence[int], per_token: Sequence[Any]) -> tuple[float, ...]:
+    pairs = zip(tokens, per_token, strict=False)
+    return tuple(candidates[token].logprob for token, candidates in pairs)
+
+
+def assert_same_answer(one: Result, other: Result) -> None:
+    """Same tokens, and log-probabilities within what float32 sums can differ by."""
+    assert one.tokens == other.tokens
+    for a, b in zip(one.logprobs, other.logprobs, strict=True):
+        assert abs(a - b) <= _TOLERANCE, (one.logprobs, other.logprobs)
+
+
+def random_prompt(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def without_connector(spec: EngineSpec, num_blocks: int) -> EngineSpec:
+    """The same engine with a cache of another size and nothing of ours in it."""
+    return dataclasses.replace(spec, num_blocks=num_blocks, transfer="")

@@ -1,0 +1,107 @@
+"""Tiny models with random weights that are not blind.
+
+Weights drawn with a spread of 0.12 make every output depend on every KV block; the
+dummy weights that vLLM can draw itself are so flat that a wrong block changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+)
+
+__all__ = ["VOCAB_SIZE", "make_llama", "make_mla"]
+
+VOCAB_SIZE: Final = 512
+_SPREAD: Final = 0.12
+_CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "<{{ message['role'] }}>{{ message['content'] }}"
+    "{% endfor %}<assistant>"
+)
+
+
+def make_llama(folder: Path) -> Path:
+    """Writes a Llama in float32 with a tokenizer and a chat template."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=_SPREAD,
+        tie_word_embeddings=False,
+    )
+    _write(folder, config, torch.float32)
+    _write_tokenizer(folder)
+    return folder
+
+
+def make_mla(folder: Path) -> Path:
+    """Writes a DeepSeek-V2, whose attention is MLA, in the bfloat16 it needs."""
+    config = DeepseekV2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=_SPREAD,
+        tie_word_embeddings=False,
+    )
+    _write(folder, config, torch.bfloat16)
+    return folder
+
+
+def _write(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token a byte: token ids below 256 are the bytes of the text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "<|end|>"]
+    tokenizer = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(tokens)}, [])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|end|>",
+                "model_max_length": 4096,
+                "chat_template": _CHAT_TEMPLATE,
+            }
+        )
+    )
