@@ -128,6 +128,8 @@ def test_a_configuration_can_not_be_changed_and_leaves_its_source_alone() -> Non
         ({"*": {"weight": 3}}, "default", TenantConfig(weight=3)),
         ({"*": {"weight": 3}, "acme": {}}, "acme", TenantConfig()),
         ({"*": {"weight": 3}, "default": {}}, "default", TenantConfig()),
+        ({"*": {"weight": 3}, "default": {}}, "stranger", TenantConfig(weight=3)),
+        ({"default": {"weight": 4}}, "stranger", TenantConfig(weight=4)),
     ],
 )
 def test_a_tenant_is_held_to_its_own_account_or_the_wildcards(

@@ -39,6 +39,28 @@ def write_v2(root: Path, limit: object, usage: object, stat: str | None = None) 
         (root / "memory.stat").write_text(stat)
 
 
+def test_the_groups_around_a_service_bind_it_too(tmp_path: Path) -> None:
+    root, proc = tmp_path / "cgroup", tmp_path / "self"
+    inner = root / "system.slice" / "vllm.service"
+    inner.mkdir(parents=True)
+    write_v2(root / "system.slice", 100 * MIB, 60 * MIB)
+    write_v2(inner, 90 * MIB, 10 * MIB)
+    proc.write_text("0::/system.slice/vllm.service\n")
+    expected = MemoryLimit(40 * MIB, "cgroup memory.max")
+    assert available_memory(root, proc) == expected
+
+
+def test_a_version_1_group_is_looked_for_in_its_own_hierarchy(tmp_path: Path) -> None:
+    root, proc = tmp_path / "cgroup", tmp_path / "self"
+    folder = root / "memory" / "job"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{100 * MIB}")
+    (folder / "memory.usage_in_bytes").write_text(f"{30 * MIB}")
+    proc.write_text("5:cpu,cpuacct:/other\n4:memory:/job\n0::/\n")
+    expected = MemoryLimit(70 * MIB, "cgroup memory.limit_in_bytes")
+    assert available_memory(root, proc) == expected
+
+
 def write_v1(root: Path, limit: object, usage: object, stat: str = "") -> None:
     folder = root / "memory"
     folder.mkdir()

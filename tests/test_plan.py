@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -102,6 +103,15 @@ def test_a_pool_without_a_size_takes_the_published_default(
 ) -> None:
     monkeypatch.setenv(memory.DEFAULT_ENV, "20000")
     assert plan_for().num_slots == 10
+
+
+def test_engines_on_one_host_share_the_default_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(memory.DEFAULT_ENV, "400000")
+    shape = dataclasses.replace(SHAPE, num_engines=4)
+    assert plan_for(shape).total_bytes == 100_000
+    assert plan_for(shape, cpu_bytes_to_use=400_000).total_bytes == 400_000
 
 
 @pytest.mark.parametrize(("pin", "ending"), [(True, "pinned"), (False, "not pinned")])

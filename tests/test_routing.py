@@ -14,6 +14,7 @@ from vllm_ctx_offload.context import build_req_context
 from vllm_ctx_offload.scheduler.request_state import make_key_prefix
 
 TWO = {"acme": {}, "open": {"isolation": "shared"}}
+SHARED = {"isolation": "shared"}
 PRIVATE_REST = {**TWO, "*": {"isolation": "private"}}
 
 
@@ -35,6 +36,9 @@ PRIVATE_REST = {**TWO, "*": {"isolation": "private"}}
         (PRIVATE_REST, "*", ("default", b"*")),
         (PRIVATE_REST, "\ud800", ("default", b"\xed\xa0\x80")),
         ({"default": {}}, None, ("default", b"default")),
+        ({"default": {}}, "stranger", ("default", b"stranger")),
+        ({**PRIVATE_REST, "default": SHARED}, None, ("default", b"")),
+        ({**PRIVATE_REST, "default": SHARED}, "stranger", ("default", b"stranger")),
         ({"ümlaut": {}}, "ümlaut", ("ümlaut", "ümlaut".encode())),
     ],
 )

@@ -161,10 +161,14 @@ class OffloadConfig(BaseModel):
         return values
 
     def tenant(self, name: str) -> TenantConfig:
-        """Returns the account that requests of tenant `name` are held to."""
-        if account := self.tenants.get(name):
-            return account
-        return self.tenants.get(WILDCARD_TENANT, _UNDECLARED)
+        """Returns the account that requests of tenant `name` are held to.
+
+        A name that is not declared gets what "*" says, or else what `default` does.
+        """
+        for declared in (name, WILDCARD_TENANT, DEFAULT_TENANT):
+            if account := self.tenants.get(declared):
+                return account
+        return _UNDECLARED
 
 
 # Without a "*" there is nobody to isolate: plain vLLM behaviour, one shared cache.

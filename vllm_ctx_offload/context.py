@@ -243,8 +243,8 @@ def build_req_context(
         "cache_salt": cache_salt,
         "lora": lora_name,
     }
-    tenant, namespace = _route(config, parser, sources)
-    hints = _parse_hints(parser, params, raw, session_id, config.tenant(tenant))
+    tenant, account, namespace = _route(config, parser, sources)
+    hints = _parse_hints(parser, params, raw, session_id, account)
     return ReqContext(
         request_id=request_id,
         kv_transfer_params=kv_transfer_params,
@@ -257,8 +257,8 @@ def build_req_context(
 
 def _route(
     config: OffloadConfig, parser: _Parser, sources: Mapping[str, object]
-) -> tuple[str, bytes]:
-    """Returns (tenant to account to, namespace of its keys)."""
+) -> tuple[str, TenantConfig, bytes]:
+    """Returns (tenant to account to, what holds for it, namespace of its keys)."""
     named: str | None = None
     for source in config.tenant_from:
         value = sources[source]
@@ -267,11 +267,13 @@ def _route(
     # "*" is no tenant: a request that names it is as undeclared as any other.
     declared = named in config.tenants and named != WILDCARD_TENANT
     tenant = named if named and declared else DEFAULT_TENANT
-    if config.tenant(tenant).isolation == "shared":
-        return tenant, b""
+    account = config.tenant(named or DEFAULT_TENANT)
+    if account.isolation == "shared":
+        return tenant, account, b""
     # An undeclared name under a private "*" still gets a namespace of its own: it is
     # accounted to `default`, but must not read another customer's cache.
-    return tenant, (named or DEFAULT_TENANT).encode("utf-8", "surrogatepass")
+    namespace = (named or DEFAULT_TENANT).encode("utf-8", "surrogatepass")
+    return tenant, account, namespace
 
 
 def _parse_hints(

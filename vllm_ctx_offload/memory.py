@@ -23,6 +23,7 @@ DEFAULT_SHARE: Final = 0.25
 # size. The first process of a deployment publishes the default to its children.
 DEFAULT_ENV: Final = "VLLM_CTX_OFFLOAD_DEFAULT_BYTES"
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+_PROC_CGROUP: Final = Path("/proc/self/cgroup")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -54,27 +55,62 @@ def _reclaimable_bytes(stat_path: Path) -> int:
     return 0
 
 
-def _cgroup_limit(root: Path) -> MemoryLimit | None:
-    # Inside a container the process's own group is mounted at the root, in version 2
-    # directly, in version 1 below the controller's name.
-    for folder, limit_name, usage_name in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        limit = _read_int(folder / limit_name)
-        usage = _read_int(folder / usage_name)
-        if limit is None or usage is None:
-            continue
-        used = max(usage - _reclaimable_bytes(folder / "memory.stat"), 0)
-        return MemoryLimit(max(limit - used, 0), f"cgroup {limit_name}")
-    return None
+class _Controller(NamedTuple):
+    """The memory controller of one cgroup version."""
+
+    folder: str  # of its hierarchy, below the mount point
+    limit: str
+    usage: str
 
 
-def available_memory(cgroup_root: Path = _CGROUP_ROOT) -> MemoryLimit:
-    """Returns the tighter of the machine's available memory and the cgroup's rest."""
-    machine = MemoryLimit(psutil.virtual_memory().available, "the machine's memory")
-    cgroup = _cgroup_limit(cgroup_root)
-    return min(machine, cgroup) if cgroup else machine
+_CONTROLLERS: Final = (
+    _Controller("", "memory.max", "memory.current"),
+    _Controller("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def _own_groups(proc_cgroup: Path, controller: _Controller) -> list[str]:
+    """Returns the path of this process's group and of all that contain it.
+
+    Each line of the file is "hierarchy:controllers:path"; version 2 has no controllers.
+    """
+    try:
+        lines = proc_cgroup.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    paths = {""}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller.folder in controllers.split(","):
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            paths.update("/".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return sorted(paths)
+
+
+def _group_limit(folder: Path, controller: _Controller) -> MemoryLimit | None:
+    limit = _read_int(folder / controller.limit)
+    usage = _read_int(folder / controller.usage)
+    if limit is None or usage is None:
+        return None
+    used = max(usage - _reclaimable_bytes(folder / "memory.stat"), 0)
+    return MemoryLimit(max(limit - used, 0), f"cgroup {controller.limit}")
+
+
+def available_memory(
+    cgroup_root: Path = _CGROUP_ROOT, proc_cgroup: Path = _PROC_CGROUP
+) -> MemoryLimit:
+    """Returns the tightest of the machine's available memory and the cgroups' rest.
+
+    A container sees its own group at the root; a service sees the machine's root, and
+    its own group and the ones around it below.
+    """
+    limits = [MemoryLimit(psutil.virtual_memory().available, "the machine's memory")]
+    for controller in _CONTROLLERS:
+        for group in _own_groups(proc_cgroup, controller):
+            folder = cgroup_root / controller.folder / group
+            if limit := _group_limit(folder, controller):
+                limits.append(limit)
+    return min(limits)
 
 
 def publish_default_pool_bytes() -> None:

@@ -20,6 +20,7 @@ class ModelShape:
     bytes_per_block: int  # on one worker, all layers
     num_device_blocks: int
     num_workers: int  # of one engine; each holds its part of every block
+    num_engines: int = 1  # data-parallel engines that share this host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
     blocks_per_chunk = _blocks_per_chunk(config, shape.tokens_per_block)
     pool_bytes = config.cpu_bytes_to_use
     if pool_bytes is None:
-        pool_bytes = default_pool_bytes()
+        pool_bytes = default_pool_bytes() // shape.num_engines
     bytes_per_chunk = shape.bytes_per_block * blocks_per_chunk * shape.num_workers
     num_slots = pool_bytes // bytes_per_chunk
     if num_slots < 1:

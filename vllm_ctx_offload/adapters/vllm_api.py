@@ -193,6 +193,7 @@ def _layer_specs(group: Any) -> Iterator[Any]:
 
 def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
     """Returns the sizes that vLLM settled on for the model's KV cache."""
+    parallel = vllm_config.parallel_config
     (group,) = kv_cache_config.kv_cache_groups
     tokens_per_block = next(_layer_specs(group)).block_size
     return ModelShape(
@@ -201,7 +202,8 @@ def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
         tokens_per_hash=tokens_per_block,
         bytes_per_block=_bytes_per_block(kv_cache_config),
         num_device_blocks=kv_cache_config.num_blocks,
-        num_workers=vllm_config.parallel_config.world_size,
+        num_workers=parallel.world_size,
+        num_engines=max(parallel.data_parallel_size_local, 1),
     )
 
 

@@ -31,9 +31,9 @@ class ChainLru:
     """The resident chunks by key, least recently used first.
 
     A prefix chain is used as a whole and stamped from its tail to its head, so of one
-    chain the tail is always the older part and goes first: an orphaned tail, which no
-    lookup can reach, never outlives its head. Pins do not move a chunk; whoever
-    chooses victims skips the pinned ones.
+    chain the tail is always the older part and goes first, and no lookup is left with
+    a tail that it can't reach. Pins do not move a chunk; whoever chooses victims skips
+    the pinned ones.
     """
 
     def __init__(self) -> None:
