@@ -120,6 +120,16 @@ def test_table_is_replaced_on_resumption_and_appended_to_otherwise(
     assert state_of(bench, request).block_ids == [7, 8, 9]
 
 
+def test_table_of_a_session_that_goes_on_is_replaced_without_a_preemption(
+    bench: Bench,
+) -> None:
+    """A streaming-input session keeps its blocks, and is scheduled as a new request."""
+    request = bench.add(8)
+    bench.run(request, 8, [1, 2])
+    bench.run(request, 1, [1, 2, 3])
+    assert state_of(bench, request).block_ids == [1, 2, 3]
+
+
 def test_preempted_and_resumed_in_one_step_keeps_the_new_table(bench: Bench) -> None:
     request = bench.add(8)
     bench.run(request, 8, [1, 2])
