@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -141,14 +142,17 @@ class CpuTransfer:
 
 
 def _leave_the_models_cores() -> None:
-    """Lets this thread run anywhere.
+    """Lets this thread run wherever the process may.
 
     vLLM binds the model's thread to one core, and new threads inherit that; here the
-    copies would compete with the model while other cores idle.
+    copies would compete with the model while other cores idle. Threads from before the
+    binding still have what the process was started with, such as by taskset.
     """
-    cores: Sequence[int] = range(os.cpu_count() or 1)
-    if hasattr(os, "sched_setaffinity"):
-        try:
-            os.sched_setaffinity(0, cores)
-        except OSError as error:
-            logger.debug("The copy thread keeps its cores: %s", error)
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    try:
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+        cores = set().union(*(os.sched_getaffinity(thread) for thread in threads))
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        logger.debug("The copy thread keeps its cores: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -10,7 +11,7 @@ import torch
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.kv_layout import block_axis
-from vllm_ctx_offload.worker.transfer import Transfer
+from vllm_ctx_offload.worker.transfer import JobResult, Transfer
 
 __all__ = ["prove_layout"]
 
@@ -94,11 +95,13 @@ def _bytes_of(block: torch.Tensor) -> torch.Tensor:
 
 def _run(transfer: Transfer, job: TransferJob, *, to_host: bool) -> None:
     transfer.submit(job, to_host=to_host)
-    results = transfer.poll(_WAIT_S)
-    while not results:
+    results: list[JobResult] = []
+    deadline = time.monotonic() + _WAIT_S
+    while not results and time.monotonic() < deadline:
         results = transfer.poll(_WAIT_S)
-    if not results[0].ok:
+    if not results or not results[0].ok:
         raise ConfigError(
             "CtxOffloadConnector: the first copy between the KV cache and host memory "
-            "failed (its error is logged above); serve without the connector."
+            f"failed or took over {_WAIT_S:.0f} s (an error is logged above); serve "
+            "without the connector."
         )

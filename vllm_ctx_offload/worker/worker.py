@@ -76,8 +76,12 @@ class OffloadWorker:
             pin=layout.device.type == "cuda",
         )
         self._num_blocks = num_blocks
-        self._transfer = _make_transfer(layout, self._pool)
-        prove_layout(self._transfer, kv_caches, num_blocks)
+        try:
+            self._transfer = _make_transfer(layout, self._pool)
+            prove_layout(self._transfer, kv_caches, num_blocks)
+        except ConfigError:
+            self.close()
+            raise
 
     @property
     def pinned(self) -> bool:
