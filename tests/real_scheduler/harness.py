@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from real_scheduler.invariants import check_connector, check_idle, check_requests
@@ -204,6 +204,13 @@ class Engine:
         for _ in range(count):
             self._step()
         return self.last_output
+
+    def step_until(self, reached: Callable[[], bool], max_steps: int = 300) -> None:
+        for _ in range(max_steps):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not reached in {max_steps} steps")
 
     def _step(self) -> None:
         self.num_steps += 1

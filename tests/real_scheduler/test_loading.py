@@ -50,8 +50,7 @@ def test_load_that_starts_inside_a_chunk_spares_the_local_hit(
         engine.add([*prompt[:num_local], 7], max_tokens=30, ctx={"load": False})
         engine.step()
     request = engine.add(prompt, ctx={"receipt": True}, max_tokens=3)
-    while request.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: request.request_id in engine.finished)
     receipt = engine.receipts[request.request_id]["ctx"]
     assert receipt["loaded_tokens"] == 256 - num_local
     assert receipt["lookup_tokens"] == 300 - num_local

@@ -160,6 +160,5 @@ def test_wait_of_one_ends_by_its_deadline_inside_both(
     engine.scheduler.reset_prefix_cache()
     request = engine.add(PROMPT)
     began = engine.now
-    while request.request_id not in engine.num_scheduled:
-        engine.step()
+    engine.step_until(lambda: request.request_id in engine.num_scheduled)
     assert engine.now - began <= 0.13

@@ -75,8 +75,7 @@ def test_resumed_request_meets_its_own_unfinished_stores(
     for _ in range(8):
         engine.step()
     assert second.status is RequestStatus.RUNNING
-    while second.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: second.request_id in engine.finished)
     assert engine.tokens[second.request_id] == engine.answer(OTHER, 120)
 
 
@@ -170,11 +169,11 @@ def test_abort_around_the_end_of_a_load_frees_its_blocks_once(
     if when == "while":
         engine.step(4)
     elif when == "received":
-        while request.request_id not in engine.scheduler.finished_recving_kv_req_ids:
-            engine.step()
+        engine.step_until(
+            lambda: request.request_id in engine.scheduler.finished_recving_kv_req_ids
+        )
     elif when == "after":
-        while request.status is not RequestStatus.RUNNING:
-            engine.step()
+        engine.step_until(lambda: request.status is RequestStatus.RUNNING)
     pool = engine.scheduler.kv_cache_manager.block_pool
     engine.abort(request)
     if when in ("before", "while"):
@@ -230,11 +229,9 @@ def test_load_into_blocks_that_a_store_still_reads_is_fenced(
     stored(engine, OTHER)
     engine.controls.hold_stores = True
     first = engine.add(PROMPT)
-    while first.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: first.request_id in engine.finished)
     loader = engine.add(OTHER, max_tokens=2)
-    while loader.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: loader.request_id in engine.finished)
     assert engine.tiers[0][0].num_fences > 0
     engine.controls.hold_stores = False
     engine.settle()

@@ -74,8 +74,9 @@ def test_reset_after_a_load_and_before_its_request_runs_keeps_old_kv_out(
     engine.run(PROMPT)
     engine.scheduler.reset_prefix_cache()
     request = engine.add(PROMPT, max_tokens=4)
-    while request.request_id not in engine.scheduler.finished_recving_kv_req_ids:
-        engine.step()
+    engine.step_until(
+        lambda: request.request_id in engine.scheduler.finished_recving_kv_req_ids
+    )
     engine.model.generation += 1
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.settle()
@@ -119,14 +120,12 @@ def test_reset_during_a_store_drops_the_late_chunk(
     engine = make_engine(async_scheduling=async_scheduling)
     engine.controls.hold_stores = True
     request = engine.add(PROMPT)
-    while request.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: request.request_id in engine.finished)
     engine.step(2)
     engine.model.generation += 1
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     again = engine.add(PROMPT)
-    while again.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: again.request_id in engine.finished)
     engine.controls.hold_stores = False
     engine.settle()
     assert host_manager(engine.side).num_resident == 0

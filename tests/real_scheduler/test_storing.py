@@ -79,8 +79,7 @@ def test_blocks_of_a_late_store_are_fenced_when_the_next_step_reuses_them(
     engine.controls.hold_stores = True
     engine.add(prompt, max_tokens=100, stop_token_ids=[stop])
     engine.add([9] * 100, max_tokens=2)
-    while "r1" not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: "r1" in engine.finished)
     engine.controls.hold_stores = False
     engine.settle()
     full = prompt + engine.tokens["r0"]

@@ -14,8 +14,7 @@ def storing(engine: Engine) -> None:
     """Leaves the prompt's chunks being stored and nothing on the device."""
     engine.controls.hold_stores = True
     request = engine.add(PROMPT)
-    while request.request_id not in engine.finished:
-        engine.step()
+    engine.step_until(lambda: request.request_id in engine.finished)
     engine.flush()
     assert engine.scheduler.reset_prefix_cache()
 
@@ -33,8 +32,7 @@ def test_wait_for_a_store_that_never_ends_has_an_end(
     storing(engine)
     began = engine.now
     request = engine.add(PROMPT)
-    while request.request_id not in engine.num_scheduled:
-        engine.step()
+    engine.step_until(lambda: request.request_id in engine.num_scheduled)
     assert 0.2 <= engine.now - began <= 0.23
     assert engine.num_scheduled[request.request_id] == 200
 
@@ -79,8 +77,9 @@ def test_fifty_requests_with_one_prefix_wait_together(
     storing(engine)
     began = engine.now
     requests = [engine.add([*PROMPT, index]) for index in range(50)]
-    while not all(r.request_id in engine.num_scheduled for r in requests):
-        engine.step()
+    engine.step_until(
+        lambda: all(r.request_id in engine.num_scheduled for r in requests)
+    )
     assert engine.now - began <= 0.07
 
 
@@ -109,8 +108,7 @@ def test_wait_starts_anew_after_an_admission(make_engine: MakeEngine) -> None:
     engine.seconds_per_step = 0.02
     storing(engine)
     request = engine.add(PROMPT, max_tokens=30)
-    while request.request_id not in engine.num_scheduled:
-        engine.step()
+    engine.step_until(lambda: request.request_id in engine.num_scheduled)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.step()
     assert request.num_computed_tokens == 0
