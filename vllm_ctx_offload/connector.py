@@ -110,7 +110,8 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, request: vllm_api.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         # False: the blocks are not held back; a store that still reads them is fenced.
-        return False, self._scheduler_side.on_finished(request, block_ids)
+        receipt = self._scheduler_side.on_finished(request, block_ids)
+        return False, vllm_api.one_receipt(request, receipt)
 
     def request_finished_all_groups(
         self, request: vllm_api.Request, block_ids: tuple[list[int], ...]

@@ -38,11 +38,12 @@ class EngineShelf:
 
     def get(self, spec: EngineSpec) -> Engine:
         """Returns an engine of that spec with both caches empty."""
-        if self._engine is None or self._engine.spec != spec:
+        engine = self._engine
+        if engine is None or engine.spec != spec or engine.broken:
             self.clear()
-            self._engine = Engine(spec)
-        self._engine.forget()
-        return self._engine
+            engine = self._engine = Engine(spec)
+        engine.forget()
+        return engine
 
     def clear(self) -> None:
         if self._engine is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -27,7 +26,10 @@ __all__ = [
     "EngineSpec",
     "Result",
     "assert_same_answer",
+    "assert_same_prefix",
+    "check_invariants",
     "engine_environment",
+    "manager_of",
     "random_prompt",
 ]
 
@@ -36,6 +38,8 @@ MLA_BLOCK: Final = 16  # vLLM's MLA on the CPU takes no other
 # In float32 answers differ by the order of additions at most.
 _TOLERANCE: Final = 2e-5
 _GARBAGE: Final = 7.0
+# Far more than any test needs: steps without tokens take a millisecond.
+_MAX_STEPS: Final = 20_000
 CTX: Final = {"kv_connector": "CtxOffloadConnector", "kv_role": "kv_both"}
 
 Prompt = Sequence[int]
@@ -148,6 +152,7 @@ class Engine:
 
         self.llm = LLM(**spec.arguments())
         self._next_id = 0
+        self.broken = False
 
     # ---- what is inside
 
@@ -186,8 +191,9 @@ class Engine:
 
     @property
     def kv_tensors(self) -> list[torch.Tensor]:
-        worker = self.core.model_executor.driver_worker.worker
-        return list(worker.model_runner.kv_caches)
+        """The cache of all layers; empty where other processes hold it."""
+        driver = getattr(self.core.model_executor, "driver_worker", None)
+        return [] if driver is None else list(driver.worker.model_runner.kv_caches)
 
     # ---- requests
 
@@ -228,9 +234,11 @@ class Engine:
 
     def step(self) -> dict[str, Result]:
         """Runs one step; returns the requests that it ended."""
+        self.broken = True  # unless this step ends well
         outputs = self.llm.llm_engine.step()
         for side in self.sides:
             check_invariants(side)
+        self.broken = False
         return {out.request_id: _result(out) for out in outputs if out.finished}
 
     def run(self, *prompts: Prompt, **arguments: Any) -> list[Result]:
@@ -248,8 +256,12 @@ class Engine:
 
     def drain(self) -> None:
         """Steps until every request and every transfer has ended."""
-        while self.core.scheduler.has_requests():
+        for _ in range(_MAX_STEPS):
+            if not self.core.scheduler.has_requests():
+                return
             self.step()
+        self.broken = True
+        raise AssertionError("the engine never comes to rest")
 
     # ---- caches
 
@@ -352,11 +364,14 @@ def assert_same_answer(one: Result, other: Result) -> None:
         assert abs(a - b) <= _TOLERANCE, (one.logprobs, other.logprobs)
 
 
+def assert_same_prefix(one: Result, other: Result, num_tokens: int) -> None:
+    """`one` is the beginning of `other`, `num_tokens` long."""
+    expected = other._replace(
+        tokens=other.tokens[:num_tokens], logprobs=other.logprobs[:num_tokens]
+    )
+    assert_same_answer(one, expected)
+
+
 def random_prompt(seed: int, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
-
-
-def without_connector(spec: EngineSpec, num_blocks: int) -> EngineSpec:
-    """The same engine with a cache of another size and nothing of ours in it."""
-    return dataclasses.replace(spec, num_blocks=num_blocks, transfer="")

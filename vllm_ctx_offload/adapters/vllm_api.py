@@ -238,6 +238,24 @@ def load_failures_recompute(vllm_config: VllmConfig) -> None:
         transfer.kv_load_failure_policy = "recompute"
 
 
+def one_receipt(
+    request: Request, receipt: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Returns the receipt, or None where another connector of ours has given one.
+
+    Two of ours can stand in one MultiConnector, which raises, and so ends the engine,
+    when two connectors return the same key. The first receipt then stands for all, and
+    the tokens that later ones have loaded are added to it.
+    """
+    if receipt is None:
+        return None
+    given = vars(request).setdefault("_ctx_offload_receipt", receipt)
+    if given is receipt:
+        return receipt
+    given["ctx"]["loaded_tokens"] += receipt["ctx"]["loaded_tokens"]
+    return None
+
+
 def step_events(output: SchedulerOutput) -> StepEvents:
     """Translates what vLLM's scheduler decided for a step."""
     cached = output.scheduled_cached_reqs
