@@ -189,6 +189,21 @@ def test_failed_load_takes_its_keys_out_of_the_cache(bench: Bench) -> None:
     assert bench.manager.num_resident == 0
 
 
+@pytest.mark.parametrize(("failed", "num_loaded"), [(False, 16), (True, 0)])
+def test_receipt_counts_only_what_was_loaded_well(
+    bench: Bench, failed: bool, num_loaded: int
+) -> None:
+    bench.store(16)
+    request = bench.add(20, kv_transfer_params={"ctx": {"receipt": True}})
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    (load,) = bench.idle().loads
+    bench.end(load.job_id, failed=failed)
+    receipt = bench.planner.on_finished(request, [1, 2, 3, 4])
+    assert receipt is not None
+    assert receipt["ctx"]["loaded_tokens"] == num_loaded
+
+
 def test_load_of_several_workers_ends_with_the_last(make_bench: MakeBench) -> None:
     bench = make_bench(num_workers=2)
     bench.store(16)

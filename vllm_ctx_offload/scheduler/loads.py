@@ -105,20 +105,21 @@ class LoadPlanner:
         after a load.
         """
         state.wait_until = None
-        self._count_answer(state, num_external_tokens)
+        self._count_answer(state)
         if num_external_tokens <= 0:
             self.drop_lease(state)
             return None
         lease, state.lease = state.lease, None
         state.move_to(Status.LOADING)
         if lease is None:
-            # A reset came between the answer and its admission. Without rows the
-            # workers report the job as failed, and vLLM recomputes.
+            # Should a release put a step, and so maybe a reset, between the answer and
+            # its admission: without rows the workers report the job as failed, and
+            # vLLM recomputes.
             targets = promised_blocks(self._plan, block_ids, num_external_tokens)
             return self._open(state, (), targets, ())
         return self._load(state, lease, block_ids, num_external_tokens)
 
-    def _count_answer(self, state: RequestOffloadState, num_loaded: int) -> None:
+    def _count_answer(self, state: RequestOffloadState) -> None:
         """Counts the lookup that led to this admission; repeated ones never count."""
         answer, state.answer = state.answer, None
         if answer is None:
@@ -132,7 +133,6 @@ class LoadPlanner:
         if answer.skip_reason:
             self._stats.count("skipped_tokens", tenant, answer.skip_reason, by=skipped)
         state.lookup_tokens += answer.lookup_tokens
-        state.loaded_tokens += num_loaded
 
     def _load(
         self,
