@@ -66,7 +66,8 @@ def server_options() -> list[str]:
         "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES},
     }
     return [
-        f"--kv-transfer-config={json.dumps(transfer)}",
+        "--kv-transfer-config",
+        json.dumps(transfer, separators=(",", ":")),
         f"--served-model-name={smollm2.MODEL_NAME}",
         f"--block-size={BLOCK_SIZE}",
         f"--num-gpu-blocks-override={DEVICE_BLOCKS}",
@@ -76,6 +77,14 @@ def server_options() -> list[str]:
         "--enforce-eager",
         "--gpu-memory-utilization=0.3",
     ]
+
+
+def shell_lines(command: list[str]) -> str:
+    """Returns `command` as one would type it, an option a line."""
+    return " ".join(
+        ("\\\n    " if part.startswith("--") else "") + shlex.quote(part)
+        for part in command
+    )
 
 
 class Client:
@@ -180,7 +189,7 @@ def run(model: Path, log_file: Path) -> None:
     from openai import OpenAI, OpenAIError
 
     with VllmServer(model, server_options(), log_file) as server:
-        say(f"server: {shlex.join(server.command)}")
+        say(f"server: {shell_lines(server.command)}")
         say(f"server log: {log_file}")
         began = time.monotonic()
         server.wait_until_ready(show_start)
@@ -206,7 +215,7 @@ def run(model: Path, log_file: Path) -> None:
         say(f"Coming back from host memory was {ratio:.1f} times as fast as cold.")
         say("stopping the server ...")
         if not server.stop():
-            raise DemoError("The server had to be killed.")
+            raise DemoError("The server did not stop by itself and was killed.")
         say("server: stopped")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 import pytest
 
 from benchmarks import engine, hit_latency, overhead
-from examples import report
+from examples import demo, report
 from examples.conversations import SCRIPTS, Conversation, document
 from examples.report import Served
 
@@ -108,6 +111,20 @@ class TestConversations:
         roles = [message["role"] for message in conversation.messages]
         assert roles == ["system", "user", "assistant", "user"]
         assert conversation.messages[-1]["content"] == SCRIPTS[0].questions[1]
+
+
+class TestCommand:
+    def test_it_can_be_pasted_into_a_shell(self) -> None:
+        command = ["vllm", "serve", "model", *demo.server_options()]
+        lines = demo.shell_lines(command)
+        assert shlex.split(lines.replace("\\\n", "")) == command
+        assert lines.splitlines()[1].strip().startswith("--kv-transfer-config '{")
+
+    def test_the_connector_is_named_as_documented(self) -> None:
+        options = demo.server_options()
+        transfer = json.loads(options[options.index("--kv-transfer-config") + 1])
+        assert transfer["kv_connector"] == "CtxOffloadConnector"
+        assert transfer["kv_role"] == "kv_both"
 
 
 class TestBenchmarks:

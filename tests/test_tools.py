@@ -297,12 +297,28 @@ class TestServer:
     def test_a_start_that_fails_shows_the_end_of_the_log(
         self, make_server: Callable[..., VllmServer]
     ) -> None:
-        script = "raise SystemExit('no such model')"
         with (
-            make_server(script) as server,
+            make_server("raise SystemExit('no such model')") as server,
             pytest.raises(ServerError, match=r"(?s)ended.*server\.log.*no such model"),
         ):
             server.wait_until_ready(lambda _: None, timeout_seconds=60)
+
+    def test_a_start_that_fails_shows_the_first_errors_of_the_log(
+        self, make_server: Callable[..., VllmServer]
+    ) -> None:
+        log = [
+            "(Server) WARNING limits.py:1 OSError: too many",
+            "(Engine) ERROR engine.py:1 ValueError: the cause",
+            "RuntimeError: later",
+        ]
+        script = f"print(*{log}, *range(100), sep='\\n'); raise SystemExit(1)"
+        with (
+            make_server(script) as server,
+            pytest.raises(ServerError) as caught,
+        ):
+            server.wait_until_ready(lambda _: None, timeout_seconds=60)
+        shown = str(caught.value).splitlines()[1:]
+        assert shown == ["  | ValueError: the cause", "  | RuntimeError: later"]
 
     def test_a_start_that_takes_too_long_is_given_up(
         self, make_server: Callable[..., VllmServer]

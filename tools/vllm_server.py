@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,11 @@ from tools import local_vllm
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30.0
-TAIL_LINES = 25
+
+# What an error message shows of the log: exceptions, without them its end.
+MAX_ERRORS = 3
+TAIL_LINES = 15
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 
 
 class ServerError(RuntimeError):
@@ -81,11 +86,13 @@ class VllmServer:
         while not self._answers():
             waited = time.monotonic() - began
             if not self.is_running:
-                raise ServerError(f"The server ended while starting.{self._log_tail()}")
+                raise ServerError(
+                    f"The server ended while starting.{self._what_the_log_says()}"
+                )
             if waited > timeout_seconds:
                 raise ServerError(
                     f"The server did not answer within {timeout_seconds:.0f} s."
-                    f"{self._log_tail()}"
+                    f"{self._what_the_log_says()}"
                 )
             on_wait(waited)
             time.sleep(POLL_SECONDS)
@@ -128,10 +135,18 @@ class VllmServer:
             return False
         return True
 
-    def _log_tail(self) -> str:
-        lines = self.log_file.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        tail = "\n".join(f"  | {line}" for line in lines)
-        return f" The end of {self.log_file}:\n{tail}"
+    def _what_the_log_says(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        # vLLM's processes each fail in turn, over pages: the first is the cause.
+        errors = dict.fromkeys(
+            found[0]
+            for line in lines
+            if " WARNING " not in line and (found := _EXCEPTION.search(line))
+        )
+        shown = list(errors)[:MAX_ERRORS] or lines[-TAIL_LINES:]
+        what = "Errors" if errors else "The last lines"
+        text = "\n".join(f"  | {line}" for line in shown)
+        return f" {what} in {self.log_file}:\n{text}"
 
 
 @contextlib.contextmanager
