@@ -40,6 +40,7 @@ class Answer(NamedTuple):
     """What a batch of requests took, and how much of it was cached."""
 
     seconds: float
+    cpu_seconds: float  # of all threads of this process
     num_cached_tokens: int
     num_output_tokens: int
 
@@ -71,11 +72,11 @@ class Engine:
 
         inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
         return Answer(
-            seconds,
+            time.perf_counter() - began,
+            time.process_time() - cpu_began,
             sum(output.num_cached_tokens or 0 for output in outputs),
             sum(len(output.outputs[0].token_ids) for output in outputs),
         )

@@ -148,10 +148,16 @@ class TestBenchmarks:
         assert samples.host_to_local == 2.0
         assert samples.cold_to_host == 8.0
 
-    def test_throughput_is_compared_pair_by_pair(self) -> None:
+    def test_engines_are_compared_pair_by_pair(self) -> None:
         # The machine got slower, for both alike.
-        measured = [(1.0, 1.0), (2.0, 2.0), (9.0, 10.0)]
+        measured = [
+            overhead.Pair(
+                engine.Answer(off, off / 2, 0, 1), engine.Answer(on, off / 4, 0, 1)
+            )
+            for off, on in ((1.0, 1.0), (2.0, 2.0), (9.0, 10.0))
+        ]
         assert overhead.throughput_ratio(measured) == 1.0
+        assert overhead.cpu_ratio(measured) == 0.5
 
     @pytest.mark.parametrize(
         ("found", "message"),
@@ -170,7 +176,7 @@ class TestBenchmarks:
 
             def run(self, prompts: list[list[int]], max_tokens: int) -> engine.Answer:
                 self.total += loaded
-                return engine.Answer(1.0, cached, max_tokens)
+                return engine.Answer(1.0, 1.0, cached, max_tokens)
 
         probe = hit_latency.Probe(OtherEngine())  # type: ignore[arg-type]
         with pytest.raises(hit_latency.WrongSourceError, match=message):

@@ -169,7 +169,7 @@ class Engine:
         """The scheduler side of each of our connectors."""
         connector = self.connector
         found = getattr(connector, "_connectors", [connector])
-        return [c._scheduler for c in found if isinstance(_side(c), SchedulerSide)]
+        return [c._scheduler for c in found if c is not None]
 
     @property
     def side(self) -> SchedulerSide:
@@ -177,11 +177,17 @@ class Engine:
         return side
 
     @property
-    def worker(self) -> OffloadWorker:
+    def workers(self) -> list[OffloadWorker]:
+        """The worker side of each of our connectors, of this process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = get_kv_transfer_group()._worker
-        assert isinstance(worker, OffloadWorker)
+        group: Any = get_kv_transfer_group()
+        found = getattr(group, "_connectors", [group])
+        return [c._worker for c in found]
+
+    @property
+    def worker(self) -> OffloadWorker:
+        (worker,) = self.workers
         return worker
 
     @property
@@ -321,10 +327,6 @@ class Engine:
         cleanup_dist_env_and_memory()
         gc.collect()
         self._stack.close()
-
-
-def _side(connector: Any) -> Any:
-    return getattr(connector, "_scheduler", None)
 
 
 def manager_of(side: SchedulerSide) -> Any:

