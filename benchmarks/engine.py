@@ -53,6 +53,8 @@ class Engine:
         # Only now: vLLM reads its environment when it is imported.
         from vllm import LLM
 
+        # What `use_connector` took out: the scheduler's half, the worker's half.
+        self._connector: tuple[Any, Any] | None = None
         self._llm: Any = LLM(
             model=settings.model,
             dtype=cast("Any", settings.dtype),
@@ -89,8 +91,27 @@ class Engine:
             if metric.name == _LOADED and metric.labels["source"] == _LOADED_SOURCE
         )
 
+    def use_connector(self, use: bool) -> None:
+        """Takes the connector out of an engine in this process, or puts it back.
+
+        vLLM has no switch for it, so this reaches into what asks for the connector,
+        once in the scheduler and once in the worker. Only between requests.
+        """
+        from vllm.distributed.kv_transfer import kv_transfer_state as worker
+
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            core.step_fn()  # a transfer is still under way
+        state = vars(worker)
+        if self._connector is None:
+            self._connector = (core.scheduler.connector, state["_KV_CONNECTOR_AGENT"])
+        pair = self._connector if use else (None, None)
+        core.scheduler.connector, state["_KV_CONNECTOR_AGENT"] = pair
+
     def close(self) -> None:
         """Ends the engine and its processes."""
+        if self._connector is not None:
+            self.use_connector(True)  # it has a thread to end
         self._llm.llm_engine.engine_core.shutdown()
 
 

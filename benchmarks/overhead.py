@@ -1,9 +1,12 @@
 """What the connector costs a workload that never gets anything back from it.
 
-Two engines, one with the connector and one without, answer the same batches in turn,
-each idle while the other works, so that whatever else the machine does falls on both.
-No prompt shares a prefix with another: all is computed, and with the connector all
-is stored as well.
+An engine answers batches with the connector and with the connector taken out, in turn,
+so that whatever else the machine does falls on both. No prompt shares a prefix with
+another: all is computed, and with the connector all is stored as well.
+
+With ``--two-engines`` an engine that has a connector and one that never had one take
+turns instead. That leaves nothing out, but two processes with the same model differ by
+several percent of their own, from start to start: take the median of many runs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -59,6 +62,35 @@ class Workload(NamedTuple):
         ]
 
 
+class Side(Protocol):
+    """One of the two that are compared."""
+
+    name: str
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Answer:
+        """Returns what a batch took."""
+
+    def close(self) -> None:
+        """Ends what the side started. May be called twice."""
+
+
+class ToggledSide:
+    """An engine in this process, with its connector in place or taken out."""
+
+    def __init__(self, name: str, engine: Engine, *, use_connector: bool) -> None:
+        self.name = name
+        self._engine = engine
+        self._use_connector = use_connector
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Answer:
+        self._engine.use_connector(self._use_connector)
+        return self._engine.run(prompts, output_tokens)
+
+    def close(self) -> None:
+        if self._use_connector:
+            self._engine.close()
+
+
 def serve(connection: Connection, settings: EngineSettings, log_file: Path) -> None:
     """Runs an engine that answers one batch for each message; None ends it."""
     with log_file.open("wb") as log:
@@ -85,23 +117,17 @@ class EngineProcess:
             target=serve, args=(theirs, settings, self._log_file)
         )
         self._process.start()
+        self._ready = False
         # Ours must be the only open end, or a dead engine is waited for for ever.
         theirs.close()
 
-    def wait_until_ready(self) -> None:
-        """Returns when the engine can take a batch."""
-        self._receive()
-
     def run(self, prompts: list[list[int]], output_tokens: int) -> Answer:
-        """Returns what a batch took."""
+        if not self._ready:
+            self._receive()
+            self._ready = True
         self._connection.send((prompts, output_tokens))
         answer = self._receive()
         assert isinstance(answer, Answer)
-        if answer.num_cached_tokens:
-            raise EngineFailedError(
-                f"The engine {self.name} had {answer.num_cached_tokens} tokens cached, "
-                "but nothing should repeat."
-            )
         return answer
 
     def _receive(self) -> object:
@@ -130,28 +156,30 @@ class Pair(NamedTuple):
 
 
 def measure(
-    engines: tuple[EngineProcess, EngineProcess],
+    sides: tuple[Side, Side],
     workload: Workload,
     *,
     pairs: int,
     seconds: float,
 ) -> list[Pair]:
-    """Returns what the batches took, first without, then with the connector.
+    """Returns what the batches took, without and with the connector.
 
-    Which engine goes first changes from pair to pair. Ends after `pairs`, or with the
-    first pair after `seconds`.
+    The first of `sides` is the one without. Which goes first in time changes from pair
+    to pair. Ends after `pairs`, or with the first pair after `seconds`.
     """
     measured: list[Pair] = []
     deadline = time.monotonic() + seconds
     for batch in range(pairs + WARM_UP_BATCHES):
-        prompts = workload.prompts(batch)
-        order = engines if batch % 2 == 0 else engines[::-1]
-        took = {
-            engine.name: engine.run(prompts, workload.output_tokens) for engine in order
-        }
+        took = {}
+        for turn, side in enumerate(sides if batch % 2 == 0 else sides[::-1]):
+            # New ones for each: in one engine the second would find the first's.
+            prompts = workload.prompts(2 * batch + turn)
+            took[side.name] = side.run(prompts, workload.output_tokens)
+            if cached := took[side.name].num_cached_tokens:
+                raise EngineFailedError(f"{cached} tokens of new prompts were cached.")
         if batch < WARM_UP_BATCHES:
             continue
-        pair = Pair(*(took[engine.name] for engine in engines))
+        pair = Pair(*(took[side.name] for side in sides))
         measured.append(pair)
         say(
             f"pair {len(measured)}/{pairs}: off {pair.off.seconds:.3f} s, on "
@@ -196,36 +224,47 @@ def report(measured: list[Pair], workload: Workload) -> bool:
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=4, help="at once, a batch")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=16)
-    parser.add_argument("--pairs", type=int, default=15, help="most pairs of batches")
+    parser.add_argument("--requests", type=int, default=2, help="at once, a batch")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=60, help="most pairs of batches")
     parser.add_argument(
         "--seconds", type=float, default=180, help="no new pair after that long"
+    )
+    parser.add_argument(
+        "--two-engines",
+        action="store_true",
+        help="compare with an engine that never had a connector",
     )
     add_common_options(parser)
     return parser.parse_args()
 
 
-def start(
-    arguments: argparse.Namespace, workload: Workload
-) -> tuple[EngineProcess, EngineProcess]:
-    """Returns the engine without and the one with the connector, not yet ready."""
+def start(arguments: argparse.Namespace, workload: Workload) -> tuple[Side, Side]:
+    """Returns what to compare: without the connector, with it."""
     blocks = blocks_for(workload.prompt_tokens + workload.output_tokens + 1)
     settings = EngineSettings(
         model=find_model(arguments.model),
-        connector=None,
+        connector=arguments.connector,
         dtype=arguments.dtype,
         max_model_len=blocks * BLOCK_SIZE,
         device_blocks=blocks * (workload.requests + 1),
         # Far fewer than are offered: evicting is part of the cost.
         host_bytes=256 << 20,
-        max_batched_tokens=max(2048, blocks * BLOCK_SIZE),
-        multiprocess=arguments.multiprocess,
+        max_batched_tokens=2048,
+        multiprocess=arguments.two_engines and arguments.multiprocess,
     )
+    if not arguments.two_engines:
+        say(f"starting vLLM with {arguments.connector} in {arguments.dtype} ...")
+        engine = Engine(settings)
+        return (
+            ToggledSide("off", engine, use_connector=False),
+            ToggledSide("on", engine, use_connector=True),
+        )
+    say(f"starting vLLM twice, without and with {arguments.connector} ...")
     return (
-        EngineProcess("off", settings),
-        EngineProcess("on", settings._replace(connector=arguments.connector)),
+        EngineProcess("off", settings._replace(connector=None)),
+        EngineProcess("on", settings),
     )
 
 
@@ -235,12 +274,9 @@ def main() -> int:
     workload = Workload(
         arguments.requests, arguments.prompt_tokens, arguments.output_tokens
     )
-    engines: tuple[EngineProcess, ...] = ()
+    sides: tuple[Side, ...] = ()
     try:
-        engines = off, on = start(arguments, workload)
-        say(f"starting vLLM twice, without and with {arguments.connector} ...")
-        for engine in engines:
-            engine.wait_until_ready()
+        sides = off, on = start(arguments, workload)
         measured = measure(
             (off, on), workload, pairs=arguments.pairs, seconds=arguments.seconds
         )
@@ -248,8 +284,8 @@ def main() -> int:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
     finally:
-        for engine in engines:
-            engine.close()
+        for side in sides:
+            side.close()
     goal_met = report(measured, workload)
     if arguments.json:
         result = {

@@ -159,6 +159,28 @@ class TestBenchmarks:
         assert overhead.throughput_ratio(measured) == 1.0
         assert overhead.cpu_ratio(measured) == 0.5
 
+    def test_sides_take_turns_at_going_first_with_new_prompts(self) -> None:
+        log: list[tuple[str, int]] = []
+        sides = FakeSide("off", log, 2.0), FakeSide("on", log, 4.0)
+        workload = overhead.Workload(requests=1, prompt_tokens=8, output_tokens=1)
+        measured = overhead.measure(sides, workload, pairs=3, seconds=60)
+        assert [name for name, _ in log] == [*("off", "on", "on", "off") * 2]
+        assert len({prompt for _, prompt in log}) == len(log)
+        # The first batch of each warms up.
+        assert [pair.off.seconds for pair in measured] == [2.0] * 3
+        assert overhead.throughput_ratio(measured) == 0.5
+
+    def test_no_pair_begins_after_the_time_is_up(self) -> None:
+        sides = FakeSide("off", [], 1.0), FakeSide("on", [], 1.0)
+        workload = overhead.Workload(requests=1, prompt_tokens=8, output_tokens=1)
+        assert len(overhead.measure(sides, workload, pairs=9, seconds=0)) == 1
+
+    def test_a_cached_token_spoils_the_comparison(self) -> None:
+        sides = FakeSide("off", [], 1.0), FakeSide("on", [], 1.0, cached=32)
+        workload = overhead.Workload(requests=1, prompt_tokens=8, output_tokens=1)
+        with pytest.raises(overhead.EngineFailedError, match="32 tokens"):
+            overhead.measure(sides, workload, pairs=1, seconds=0)
+
     @pytest.mark.parametrize(
         ("found", "message"),
         [((0, 0), "had 0 and 0"), ((64, 32), "had 64 and 32")],
@@ -181,3 +203,21 @@ class TestBenchmarks:
         probe = hit_latency.Probe(OtherEngine())  # type: ignore[arg-type]
         with pytest.raises(hit_latency.WrongSourceError, match=message):
             probe.send([1] * 65, cached=64, loaded=64)
+
+
+class FakeSide:
+    """An engine that takes `seconds` for every batch and logs what it was sent."""
+
+    def __init__(
+        self, name: str, log: list[tuple[str, int]], seconds: float, cached: int = 0
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._answer = engine.Answer(seconds, seconds, cached, 1)
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> engine.Answer:
+        self._log.append((self.name, hash(tuple(prompts[0]))))
+        return self._answer
+
+    def close(self) -> None:
+        """Nothing was started."""
