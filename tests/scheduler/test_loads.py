@@ -185,8 +185,26 @@ def test_failed_load_takes_its_keys_out_of_the_cache(bench: Bench) -> None:
     bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
     (load,) = bench.idle().loads
     bench.end(load.job_id, failed=True)
-    assert bench.lookup(request) == (0, False)
     assert bench.manager.num_resident == 0
+
+
+def test_request_whose_load_failed_steps_back_once_and_is_computed(
+    bench: Bench,
+) -> None:
+    """CASES 18: at the head of the queue it would hold up all who own blocks."""
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    (load,) = bench.idle().loads
+    bench.end(load.job_id, failed=True)
+    bench.store(16, "again")
+    assert bench.lookup(request) == (None, False)
+    assert bench.lookup(request) == (0, False)
+    assert bench.lookup(request) == (0, False)
+    bench.run(request, 20, [1, 2, 3, 4, 5])
+    bench.idle(preempted={"r"})
+    assert bench.lookup(request) == (16, True)
 
 
 @pytest.mark.parametrize(("failed", "num_loaded"), [(False, 16), (True, 0)])

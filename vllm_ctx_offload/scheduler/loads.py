@@ -49,6 +49,12 @@ class LoadPlanner:
         None: ask again, a chunk is just being stored.
         """
         self.drop_lease(state)
+        if state.load_failed and not state.stepped_back:
+            # vLLM freed the blocks of the failed load, but has the request still at
+            # the head of those that hold blocks: if it does not fit now, nobody behind
+            # it would ever run. To ask for a later call takes it out of their way.
+            state.stepped_back = True
+            return None, False
         lookup_tokens = max(state.request.num_tokens - num_local_tokens, 0)
         if reason := _skip_reason(state):
             state.answer = LookupAnswer(lookup_tokens, 0, reason)
@@ -188,4 +194,8 @@ def _skip_reason(state: RequestOffloadState) -> str | None:
         return "skip_reading_prefix_cache"
     if not state.req_context.hints.load:
         return "load_off"
+    if state.load_failed:
+        # vLLM counts the blocks of the failed load as well when it admits another one,
+        # so a long request might never be admitted; and why trust the next copy?
+        return "load_failed"
     return None

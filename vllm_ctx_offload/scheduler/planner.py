@@ -194,6 +194,7 @@ class Planner:
         if state is not None and state.load_job_id == job.job_id:
             state.load_job_id = None
             state.move_to(Status.WAITING)
+            state.load_failed = job.failed
             if not job.failed:
                 num_tokens = len(job.block_ids) * self._plan.tokens_per_block
                 state.loaded_tokens += num_tokens

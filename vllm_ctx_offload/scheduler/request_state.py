@@ -90,6 +90,8 @@ class RequestOffloadState:
     lease: Lease | None = None
     answer: LookupAnswer | None = None
     load_job_id: int | None = None  # of the load that LOADING waits for
+    load_failed: bool = False  # since it last had no blocks; it is computed then
+    stepped_back: bool = False  # after that failure; see LoadPlanner.lookup
     wait_until: float | None = None  # end of the wait for a chunk being stored
     # Figures of the receipt, in tokens.
     lookup_tokens: int = 0
@@ -108,6 +110,7 @@ class RequestOffloadState:
         self.block_ids = []
         self.num_offered = 0
         self.store_barrier = False
+        self.load_failed = self.stepped_back = False
 
     def chain(self, num_chunks: int, hashes_per_chunk: int) -> list[bytes]:
         """Returns the keys of the first chunks, as many of `num_chunks` as are hashed.
