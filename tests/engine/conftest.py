@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine.harness import Engine, EngineSpec
+from engine.harness import Engine
 from engine.models import make_llama, make_mla
+from engine.spec import EngineSpec
 
 HERE = Path(__file__).parent
 

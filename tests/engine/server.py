@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from engine.harness import BLOCK, CTX, engine_environment
+from engine.spec import BLOCK, CTX, engine_environment
 
 __all__ = ["Server"]
 

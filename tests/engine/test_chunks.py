@@ -1,4 +1,4 @@
-"""Chunks of four blocks, and KV that decoding fills."""
+"""Chunks of four blocks and KV that decoding fills, async scheduling off and on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from pathlib import Path
 
 import pytest
 from engine.conftest import EngineShelf
-from engine.harness import (
-    BLOCK,
-    Engine,
-    EngineSpec,
-    assert_same_answer,
-    random_prompt,
-)
+from engine.harness import Engine, assert_same_answer, random_prompt
+from engine.spec import BLOCK, EngineSpec
 
 CHUNK = 4 * BLOCK
 # 4 chunks and 88 tokens.
 PROMPT = random_prompt(3, 600)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def spec(request: pytest.FixtureRequest, llama: Path) -> EngineSpec:
+    return EngineSpec.make(
+        llama,
+        async_scheduling=request.param,
+        blocks_per_chunk=4,
+        offload_prompt_only=False,
+    )
+
+
 @pytest.fixture
-def engine(shelf: EngineShelf, llama: Path) -> Engine:
-    spec = EngineSpec.make(llama, blocks_per_chunk=4, offload_prompt_only=False)
+def engine(shelf: EngineShelf, spec: EngineSpec) -> Engine:
     return shelf.get(spec)
 
 

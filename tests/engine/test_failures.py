@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 from engine.conftest import EngineShelf
-from engine.harness import (
-    BLOCK,
-    Engine,
-    EngineSpec,
-    assert_same_answer,
-    manager_of,
-    random_prompt,
-)
+from engine.harness import Engine, assert_same_answer, manager_of, random_prompt
+from engine.spec import BLOCK, EngineSpec
 
 PROMPT = random_prompt(1, 600)
 NUM_FULL = 600 // BLOCK * BLOCK

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.conftest import EngineShelf
-from engine.harness import Engine, EngineSpec, assert_same_answer, random_prompt
+from engine.harness import Engine, assert_same_answer, random_prompt
+from engine.spec import EngineSpec
 
 _FIELDS = (
     "ctx",

@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 from engine.conftest import EngineShelf
-from engine.harness import (
-    BLOCK,
-    MLA_BLOCK,
-    Engine,
-    EngineSpec,
-    assert_same_answer,
-    random_prompt,
-)
+from engine.harness import Engine, assert_same_answer, random_prompt
+from engine.spec import BLOCK, MLA_BLOCK, EngineSpec
 
 # Full blocks and a partial one, computed in two pieces of at most 512 tokens.
 PROMPT = random_prompt(1, 600)

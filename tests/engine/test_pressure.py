@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 from engine.conftest import EngineShelf
-from engine.harness import (
-    BLOCK,
-    Engine,
-    EngineSpec,
-    Result,
-    assert_same_answer,
-    random_prompt,
-)
+from engine.harness import Engine, Result, assert_same_answer, random_prompt
+from engine.spec import BLOCK, EngineSpec
 
 # Each grows from 4 blocks to 6; the small device holds 13.
 PROMPTS = [random_prompt(seed, 3 * BLOCK + 20) for seed in range(8)]
@@ -30,16 +24,19 @@ def right(shelf: EngineShelf, llama: Path) -> list[Result]:
     return engine.run(*PROMPTS, max_tokens=MAX_TOKENS)
 
 
-@pytest.fixture(params=[True, False], ids=["prompt_only", "decoded_too"])
-def small(
-    request: pytest.FixtureRequest,
-    shelf: EngineShelf,
-    llama: Path,
-    right: list[Result],
-) -> Engine:
-    spec = EngineSpec.make(
-        llama, num_blocks=SMALL, offload_prompt_only=request.param, load_wait_ms=5
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def spec(request: pytest.FixtureRequest, llama: Path) -> EngineSpec:
+    return EngineSpec.make(
+        llama,
+        num_blocks=SMALL,
+        async_scheduling=request.param,
+        offload_prompt_only=not request.param,
+        load_wait_ms=5,
     )
+
+
+@pytest.fixture
+def small(right: list[Result], shelf: EngineShelf, spec: EngineSpec) -> Engine:
     return shelf.get(spec)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 from engine.conftest import EngineShelf
-from engine.harness import BLOCK, random_prompt
+from engine.harness import random_prompt
 from engine.server import Server
+from engine.spec import BLOCK
 
 # The device holds 12 blocks: either prompt evicts the other one whole, or nearly.
 FIRST = random_prompt(1, 320)

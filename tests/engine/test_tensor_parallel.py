@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 from engine.conftest import EngineShelf
-from engine.harness import (
-    BLOCK,
-    Engine,
-    EngineSpec,
-    assert_same_answer,
-    engine_environment,
-    random_prompt,
-)
+from engine.harness import Engine, assert_same_answer, random_prompt
+from engine.spec import BLOCK, EngineSpec, engine_environment
 
 PROMPTS = [random_prompt(seed, 300) for seed in range(2)]
 NUM_FULL = 300 // BLOCK * BLOCK
