@@ -30,8 +30,9 @@ NUM_REQUESTS: Final = 2000
 SOAK_SECONDS: Final = float(os.environ.get("CTX_OFFLOAD_SOAK_SECONDS", "0"))
 # Between a quarter of the run and its end. Without a connector vLLM gained 116 MiB of
 # resident memory in 800 such requests, while its number of live objects was flat.
-MAX_GROWTH_BYTES: Final = 256 * 1024**2
-MAX_GROWTH_OBJECTS: Final = 2000
+MAX_GROWTH_BYTES: Final = 512 * 1024**2
+# A request that is not forgotten leaves dozens.
+MAX_GROWTH_OBJECTS: Final = 10_000
 
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "chunks_of_two": {"blocks_per_chunk": 2, "offload_prompt_only": False},
@@ -215,6 +216,7 @@ def _spec(llama: Path, variant: str) -> EngineSpec:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_2000_requests_end_right_and_leave_nothing(
     shelf: EngineShelf, llama: Path, right: list[Result]
 ) -> None:
@@ -230,6 +232,7 @@ def test_2000_requests_end_right_and_leave_nothing(
 
 @pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.timeout(SOAK_SECONDS + 1800)
 @pytest.mark.skipif(not SOAK_SECONDS, reason="CTX_OFFLOAD_SOAK_SECONDS is not set")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_soak(
