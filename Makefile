@@ -85,7 +85,7 @@ soak: setup ## ten minutes of random load with failures (SOAK_SECONDS=...)
 
 bench: setup ## the benchmarks
 	$(say) 'benchmarks'
-	@set -e; for file in benchmarks/bench_*.py; do \
+	@set -e; for file in benchmarks/hit_latency.py benchmarks/overhead.py; do \
 		printf '==> %s\n' "$$file"; $(PY) "$$file" $(ARGS); done
 
 dist: setup ## wheel and source distribution in dist/

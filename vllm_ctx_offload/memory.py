@@ -21,7 +21,7 @@ __all__ = [
 DEFAULT_SHARE: Final = 0.25
 # Scheduler and workers are different processes and have to arrive at the same pool
 # size. The first process of a deployment publishes the default to its children.
-DEFAULT_ENV: Final = "VLLM_CTX_OFFLOAD_DEFAULT_BYTES"
+DEFAULT_ENV: Final = "CTX_OFFLOAD_DEFAULT_BYTES"
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 _PROC_CGROUP: Final = Path("/proc/self/cgroup")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # How long a step without tokens waits for a transfer instead of spinning: short
 # enough for a request that arrives meanwhile.
-_IDLE_WAIT_S: Final = 0.001
+_IDLE_WAIT_S: Final = 0.005
 
 
 @dataclass(slots=True)
