@@ -141,8 +141,13 @@ class Soak:
             self.num_resets += 1
 
     def _may_reset_running(self) -> bool:
-        """vLLM itself can't while a request that is not running owns blocks."""
+        """vLLM itself can't while a request that is not running owns blocks.
+
+        Nor under async scheduling, where blocks stay owned until their step has ended.
+        """
         scheduler = self.engine.core.scheduler
+        if scheduler.defer_block_free:
+            return False
         tables = scheduler.kv_cache_manager
         running = {request.request_id for request in scheduler.running}
         return not self.engine.side.planner._jobs.num_loads and not any(
@@ -164,7 +169,7 @@ def _assert_tables_are_empty(engine: Engine) -> None:
     assert not transfer._results
     manager = engine.side.manager
     if manager is not manager_of(engine.side):
-        assert not manager._num_counted
+        assert not manager._counted
         assert len(manager._offers) <= VARIANTS["reuse_filter"]["max_tracker_size"]
     assert engine.llm.reset_prefix_cache(), "a block was never freed"
 
