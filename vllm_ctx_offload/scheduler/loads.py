@@ -46,7 +46,7 @@ class LoadPlanner:
     ) -> tuple[int | None, bool]:
         """Returns how many tokens past the local hit can be loaded, and whether any.
 
-        None: ask again, a chunk is just being stored.
+        None: ask again, a chunk is just being stored or the last load has failed.
         """
         self.drop_lease(state)
         if state.load_failed and not state.stepped_back:

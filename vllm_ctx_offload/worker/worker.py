@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,8 +20,6 @@ from vllm_ctx_offload.worker.proof import prove_layout
 from vllm_ctx_offload.worker.transfer import JobResult, Transfer
 
 __all__ = ["FinishedTransfers", "OffloadWorker"]
-
-logger = logging.getLogger(__name__)
 
 # How long a step without tokens waits for a transfer instead of spinning: short
 # enough for a request that arrives meanwhile.
