@@ -52,13 +52,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.path.encode())
 
-if "--stubborn" in sys.argv:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-try:
-    address = (arguments["--host"], int(arguments["--port"]))
-    http.server.HTTPServer(address, Handler).serve_forever()
-except KeyboardInterrupt:
-    pass
+stubborn = "--stubborn" in sys.argv
+signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: sys.exit(0))
+address = (arguments["--host"], int(arguments["--port"]))
+http.server.HTTPServer(address, Handler).serve_forever()
 """
 
 
@@ -271,12 +268,13 @@ class TestServer:
     def test_it_is_killed_when_it_does_not_stop(
         self, make_server: Callable[..., VllmServer], mocker: MockerFixture
     ) -> None:
+        before = signal.getsignal(signal.SIGINT)
         mocker.patch.object(vllm_server, "STOP_SECONDS", 0.2)
         with make_server(FAKE_SERVER, "--stubborn") as server:
             server.wait_until_ready(lambda _: None, timeout_seconds=60)
             assert not server.stop()
             assert not server.is_running
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is before
 
     def test_an_error_inside_the_block_stops_it(
         self, make_server: Callable[..., VllmServer]

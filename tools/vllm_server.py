@@ -116,7 +116,8 @@ class VllmServer:
         self._process = None
         # Stopping takes seconds; a second Ctrl-C must not leave processes behind.
         with _uninterrupted():
-            process.send_signal(signal.SIGINT)
+            # What service managers send; SIGINT is ignored in a script's background.
+            process.terminate()
             try:
                 process.wait(STOP_SECONDS)
                 graceful = True

@@ -31,7 +31,7 @@ __all__ = [
     "OffloadConfig",
     "Size",
     "TenantConfig",
-    "inert_keys",
+    "check_accounts",
     "parse_config",
 ]
 
@@ -270,6 +270,7 @@ def _check_combinations(config: OffloadConfig) -> None:
             f"{_WHERE}: tenant_from is empty, so no request could have a tenant; "
             'leave it out or give ["kv_transfer_params"].'
         )
+    _check_one_default_account(config.tenants)
     for name in config.tenants:
         if not 1 <= len(name) <= 128:
             raise ConfigError(
@@ -278,7 +279,20 @@ def _check_combinations(config: OffloadConfig) -> None:
             )
 
 
-def check_accounts(config: OffloadConfig, pool_bytes: int) -> None:
+def _check_one_default_account(tenants: Mapping[str, TenantConfig]) -> None:
+    """What "*" says of sizes would be ignored where `default` has an account."""
+    if WILDCARD_TENANT not in tenants or DEFAULT_TENANT not in tenants:
+        return
+    for key in ("reserved", "limit", "weight"):
+        if key in tenants[WILDCARD_TENANT].model_fields_set:
+            raise ConfigError(
+                f"{_WHERE}: tenants.{WILDCARD_TENANT}.{key} has no effect, because "
+                f"undeclared tenants share the account of '{DEFAULT_TENANT}', which is "
+                f"declared too; set {key} there."
+            )
+
+
+def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> None:
     """Checks the tenants' sizes against a pool of `pool_bytes`.
 
     Raises:
@@ -294,23 +308,13 @@ def check_accounts(config: OffloadConfig, pool_bytes: int) -> None:
                 f"{_WHERE}: tenant '{name}' has limit = {limit} bytes below reserved "
                 f"= {reserved} bytes; raise the limit or lower the reservation."
             )
+        if limit < chunk_bytes and tenant.store:
+            raise ConfigError(
+                f"{_WHERE}: tenant '{name}' has limit = {limit} bytes, less than one "
+                f"chunk of {chunk_bytes} bytes; raise it, or set store to false."
+            )
     if total_bytes > pool_bytes:
         raise ConfigError(
             f"{_WHERE}: the tenants reserve {total_bytes} bytes together, more than "
             f"the pool of {pool_bytes} bytes; lower them or raise cpu_bytes_to_use."
         )
-
-
-def inert_keys(config: OffloadConfig) -> tuple[str, ...]:
-    """Returns the keys that were given, are valid, and have no effect yet."""
-    given = [key for key in ("max_protected",) if key in config.model_fields_set]
-    if "eviction_policy" in config.model_fields_set and config.eviction_policy == "ctx":
-        given.append("eviction_policy")
-    accounting = ("reserved", "limit", "weight", "max_priority", "max_ttl_s")
-    given.extend(
-        f"tenants.{name}.{key}"
-        for name, tenant in config.tenants.items()
-        for key in accounting
-        if key in tenant.model_fields_set
-    )
-    return tuple(given)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
-from vllm_ctx_offload.config import inert_keys, parse_config
+from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.messages import WorkerReport
 from vllm_ctx_offload.plan import resolve_plan
 from vllm_ctx_offload.worker import OffloadWorker
@@ -57,10 +57,6 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         vllm_api.load_failures_recompute(vllm_config)
         pin = vllm_api.runs_on_cuda(vllm_config)
         logger.info("CtxOffloadConnector plan: %s.", plan.describe(pin))
-        if keys := inert_keys(config):
-            logger.warning(
-                "These settings are valid but have no effect yet: %s.", ", ".join(keys)
-            )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -49,7 +49,7 @@ class RetentionDirective(NamedTuple):
     start: int
     end: int | None  # None: to the end of the request
     priority: int
-    duration_s: float | None  # None: for good
+    duration_s: float | None  # None: for good, which only priorities up to 35 are
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Hints:
 
     session: str | None = None
     priority: int = DEFAULT_PRIORITY  # 0 to 100, higher is kept longer
-    ttl_s: float | None = None  # how long `priority` holds; None: for good
+    # How long `priority` and `decode_priority` hold; None: for good, if not raised.
+    ttl_s: float | None = None
     retention_directives: tuple[RetentionDirective, ...] = ()
     decode_priority: int | None = None  # of chunks past the prompt
     expected_reuse_s: float | None = None  # estimate of the session's return
@@ -87,6 +88,7 @@ class ReqContext:
     # Keys of different namespaces never hit each other; empty: the shared one.
     namespace: bytes = b""
     hints: Hints = EMPTY_HINTS
+    num_prompt_tokens: int | None = None  # as far as it is known
     rejected: tuple[RejectedHint, ...] = field(default=(), compare=False)
 
 
@@ -216,7 +218,7 @@ class _Parser:
         return type(value)(min(max(value, 0), most))
 
 
-def build_req_context(
+def build_req_context(  # noqa: PLR0913 - each is one fact of the request
     config: OffloadConfig,
     request_id: str,
     kv_transfer_params: Mapping[str, Any] | None,
@@ -224,6 +226,7 @@ def build_req_context(
     cache_salt: str | None = None,
     lora_name: str | None = None,
     session_id: str | None = None,
+    num_prompt_tokens: int | None = None,
 ) -> ReqContext:
     """Returns the context of a request; accepts anything and never raises.
 
@@ -234,6 +237,7 @@ def build_req_context(
         cache_salt: the request's salt, one possible source of the tenant's name.
         lora_name: the request's LoRA adapter, another one.
         session_id: vLLM's own session id, the fallback of `ctx.session`.
+        num_prompt_tokens: where the prompt ends, for `ctx.decode_priority`.
     """
     parser = _Parser()
     params = parser.mapping("kv_transfer_params", kv_transfer_params)
@@ -251,6 +255,7 @@ def build_req_context(
         tenant=tenant,
         namespace=namespace,
         hints=hints,
+        num_prompt_tokens=num_prompt_tokens,
         rejected=tuple(parser.rejected),
     )
 
@@ -304,19 +309,29 @@ def _parse_hints(
     for name in ("priority", "decode_priority"):
         values[name] = parser.clamp(name, values.get(name), tenant.max_priority)
     values["ttl_s"] = parser.clamp("ttl_s", values.get("ttl_s"), tenant.max_ttl_s)
+    if values["ttl_s"] is None and _is_raised(values):
+        values["ttl_s"] = tenant.max_ttl_s  # nothing is protected for good
     values["store"] = tenant.store and values.get("store") is not False
     values["load"] = tenant.load and values.get("load") is not False
     return Hints(**{name: value for name, value in values.items() if value is not None})
+
+
+def _is_raised(values: Mapping[str, Any]) -> bool:
+    return any(
+        (values.get(name) or 0) > DEFAULT_PRIORITY
+        for name in ("priority", "decode_priority")
+    )
 
 
 def _clamped_directives(
     parser: _Parser, directives: tuple[RetentionDirective, ...], tenant: TenantConfig
 ) -> tuple[RetentionDirective, ...]:
     name = "retention_directives"
-    return tuple(
-        directive._replace(
-            priority=parser.clamp(name, directive.priority, tenant.max_priority),
-            duration_s=parser.clamp(name, directive.duration_s, tenant.max_ttl_s),
-        )
-        for directive in directives
-    )
+    clamped = []
+    for directive in directives:
+        priority = parser.clamp(name, directive.priority, tenant.max_priority)
+        duration_s = parser.clamp(name, directive.duration_s, tenant.max_ttl_s)
+        if duration_s is None and priority > DEFAULT_PRIORITY:
+            duration_s = tenant.max_ttl_s  # nothing is protected for good
+        clamped.append(directive._replace(priority=priority, duration_s=duration_s))
+    return tuple(clamped)

@@ -88,7 +88,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
             f"{bytes_per_chunk} bytes over {shape.num_workers} worker(s); give at "
             "least that, and many times that to be of use."
         )
-    check_accounts(config, num_slots * bytes_per_chunk)
+    check_accounts(config, pool_bytes, bytes_per_chunk)
     hashes_per_block = shape.tokens_per_block // shape.tokens_per_hash
     return OffloadPlan(
         tokens_per_block=shape.tokens_per_block,

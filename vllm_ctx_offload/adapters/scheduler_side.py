@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
-from vllm_ctx_offload.core import HostMemoryManager, OffloadingManager, ReuseFilter
+from vllm_ctx_offload.core import (
+    HostMemoryManager,
+    OffloadingManager,
+    PolicyConfig,
+    ReuseFilter,
+    account_terms,
+)
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler import Planner, StepEvents
@@ -58,6 +64,7 @@ class SchedulerSide:
             cache_salt=getattr(request, "cache_salt", None),
             lora_name=getattr(lora, "lora_name", None),
             session_id=getattr(request, "session_id", None),
+            num_prompt_tokens=request.num_prompt_tokens,
         )
         for hint in req_context.rejected:
             if hint not in self._warned:
@@ -159,7 +166,15 @@ class SchedulerSide:
 def _make_manager(
     config: OffloadConfig, plan: OffloadPlan, stats: OffloadStats
 ) -> OffloadingManager:
-    manager: OffloadingManager = HostMemoryManager(plan.num_slots, stats)
+    policy = PolicyConfig(
+        accounts=account_terms(config, plan.num_slots, plan.bytes_per_chunk),
+        max_protected=config.max_protected.resolve(plan.num_slots),
+        tokens_per_chunk=plan.tokens_per_chunk,
+        plain_lru=config.eviction_policy == "lru",
+    )
+    manager: OffloadingManager = HostMemoryManager(
+        plan.num_slots, stats, policy, time.monotonic
+    )
     if config.store_threshold >= 2:
         manager = ReuseFilter(manager, config.store_threshold, config.max_tracker_size)
     return manager

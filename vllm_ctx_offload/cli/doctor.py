@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from vllm_ctx_offload.config import inert_keys, parse_config
+from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import (
     available_memory,
@@ -96,10 +96,6 @@ def _check_config(text: str) -> Iterator[_Finding]:
         yield _Finding(False, str(error))
         return
     yield _Finding(True, "the extra config is valid")
-    if keys := inert_keys(config):
-        yield _Finding(
-            True, f"but these settings have no effect yet: {', '.join(keys)}"
-        )
     asked_bytes = config.cpu_bytes_to_use or 0
     available_bytes, source = available_memory()
     if asked_bytes > available_bytes:

@@ -1,71 +1,219 @@
-"""Chain-aware least-recently-used order of the resident chunks."""
+"""Which chunks are kept: what a use of a chain and its hints make of them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Final
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Final, NamedTuple
 
-__all__ = ["ChainLru", "Chunk"]
+from vllm_ctx_offload.context import ReqContext
+from vllm_ctx_offload.core.order import RELEASED, EvictionOrder, Run, Session
+from vllm_ctx_offload.core.retention import Segment, Wish, segments_of
+from vllm_ctx_offload.core.runs import RunTable
+from vllm_ctx_offload.core.tenants import Account, Accounts, AccountTerms
+
+__all__ = ["PolicyConfig", "RetentionPolicy", "Use"]
 
 
-class Chunk:
-    """One resident chunk: where it lives and who holds it.
+class PolicyConfig(NamedTuple):
+    """What the eviction rules are set to."""
 
-    A chunk that is being stored is pinned by its store and not yet `ready`. A chunk
-    that was removed while pinned is `doomed`: it can't be hit and can't be stored
-    again under its key; its last unpin drops it.
+    accounts: Mapping[str, AccountTerms]  # by tenant; `default` among them
+    max_protected: int  # chunks that priorities above the default may protect together
+    tokens_per_chunk: int = 1  # hints are given in tokens
+    plain_lru: bool = False  # ignore every hint and tenant
+
+
+class Use:
+    """One use of a chain by a request: the runs that its chunks move to.
+
+    They are unlisted until `RetentionPolicy.end_use`, so a store can't choose victims
+    from its own chain.
     """
 
-    __slots__ = ("doomed", "pins", "ready", "slot", "tenant")
+    __slots__ = (
+        "account",
+        "expected_at",
+        "now",
+        "runs",
+        "segments",
+        "session",
+        "stamp",
+    )
 
-    def __init__(self, slot: int, tenant: str) -> None:
-        self.slot: Final = slot
-        self.tenant: Final = tenant  # who is accounted for it
-        self.pins = 1  # by the store that is filling it
-        self.ready = False
-        self.doomed = False
+    def __init__(
+        self,
+        account: Account,
+        session: Session | None,
+        segments: Sequence[Segment],
+        stamp: int,
+        now: float,
+    ) -> None:
+        self.account: Final = account
+        self.session: Final = session
+        self.segments: Final = segments
+        self.stamp: Final = stamp
+        self.now: Final = now
+        self.expected_at: float | None = None
+        self.runs: dict[tuple[object, ...], Run] = {}
+
+    def stretches(self, num_chunks: int) -> Iterator[tuple[int, int, Wish | None]]:
+        """Yields (first, end, wish) over the chunks of a chain."""
+        start = 0
+        for end, wish in self.segments:
+            stop = num_chunks if end is None else min(end, num_chunks)
+            if start < stop:
+                yield start, stop, wish
+                start = stop
 
 
-class ChainLru:
-    """The resident chunks by key, least recently used first.
+_PLAIN: Final = (Segment(None, None),)
+_first: Final = itemgetter(0)
 
-    A prefix chain is used as a whole and stamped from its tail to its head, so of one
-    chain the tail is always the older part and goes first, and no lookup is left with
-    a tail that it can't reach. Pins do not move a chunk; whoever chooses victims skips
-    the pinned ones.
+
+class RetentionPolicy:
+    """Turns uses and hints into runs, and so into the order in which chunks go.
+
+    - A use moves the chunks of a chain to new runs, the most recently used ones.
+    - Chunks that one session alone has used carry that session's latest hints. Others
+      keep the highest priority that still holds, and no estimate.
+    - Another tenant's use of a chunk counts as a use and says nothing about it.
+    - A released session's own chunks go before all others, until they are used again.
     """
 
-    def __init__(self) -> None:
-        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
+    def __init__(self, num_slots: int, config: PolicyConfig) -> None:
+        self._config = config
+        terms, shared = config.accounts, None
+        if config.plain_lru:
+            terms, shared = dict.fromkeys(terms, AccountTerms()), EvictionOrder()
+        self.table = RunTable(num_slots, Accounts(terms, shared), config.max_protected)
+        self._stamp = 0
+        # Of live requests that gave hints, by request id.
+        self._segments: dict[str, tuple[Segment, ...]] = {}
 
-    def __len__(self) -> int:
-        return len(self._chunks)
+    def begin_use(self, req_context: ReqContext, now: float) -> Use:
+        """Returns a new use; chunks are moved and added to it, then it is ended."""
+        self._stamp += 1
+        account = self.table.accounts.get(req_context.tenant)
+        if self._config.plain_lru:
+            return Use(account, None, _PLAIN, self._stamp, now)
+        segments = self._segments_for(req_context)
+        use = Use(account, self._session(req_context), segments, self._stamp, now)
+        if req_context.hints.expected_reuse_s:
+            use.expected_at = now + req_context.hints.expected_reuse_s
+        return use
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._chunks
+    def _segments_for(self, req_context: ReqContext) -> tuple[Segment, ...]:
+        segments = self._segments.get(req_context.request_id)
+        if segments is None:
+            segments = segments_of(req_context, self._config.tokens_per_chunk)
+            if segments != _PLAIN:
+                self._segments[req_context.request_id] = segments
+        return segments
 
-    def __getitem__(self, key: bytes) -> Chunk:
-        return self._chunks[key]
+    def _session(self, req_context: ReqContext) -> Session | None:
+        """Returns whose the chunks are that a request stores; None: nobody's."""
+        hints = req_context.hints
+        if hints.session is not None:
+            namespace = req_context.namespace.hex()
+            return self.table.session((req_context.tenant, namespace, hints.session))
+        if hints.release or hints.expected_reuse_s:
+            return self.table.session((req_context.request_id,))
+        return None
 
-    def get(self, key: bytes) -> Chunk | None:
-        return self._chunks.get(key)
+    def move(
+        self, use: Use, keys: Sequence[bytes], slots: Sequence[int | None]
+    ) -> None:
+        """Moves a chain's resident chunks, those with a slot, to the use's runs."""
+        table, run_of, pins = self.table, self.table.run_of, self.table.pins
+        num_before: dict[Run, int] = {}
+        for start, end, wish in use.stretches(len(keys)):
+            chunks = [
+                (run_of[slot], key, slot)
+                for key, slot in zip(keys[start:end], slots[start:end], strict=True)
+                if slot is not None
+            ]
+            for run_id, piece in itertools.groupby(chunks, key=_first):
+                old = table[run_id]
+                num_before.setdefault(old, len(old.chunks))
+                new = self._target(use, old, wish)
+                for _, key, slot in piece:
+                    del old.chunks[key]
+                    new.chunks[key] = slot
+                    run_of[slot] = new.run_id
+                    if slot in pins:
+                        old.num_pinned -= 1
+                        new.num_pinned += 1
+        for run, num_chunks in num_before.items():
+            table.count_protected(run, len(run.chunks) - num_chunks)
+            if not run.chunks:
+                table.forget(run)
 
-    def items(self) -> Iterator[tuple[bytes, Chunk]]:
-        """Iterates from the least to the most recently used chunk."""
-        return iter(self._chunks.items())
+    def add(self, use: Use, keys: Sequence[bytes], slots: Mapping[int, int]) -> None:
+        """Adds new chunks; `slots` maps places in the chain to slots, ascending."""
+        run_of = self.table.run_of
+        for start, end, wish in use.stretches(len(keys)):
+            new: Run | None = None
+            for index in range(start, end):
+                if (slot := slots.get(index)) is None:
+                    continue
+                if new is None:
+                    new = self._target(use, None, wish)
+                new.chunks[keys[index]] = slot
+                run_of[slot] = new.run_id
 
-    def touch(self, chain: Sequence[bytes]) -> None:
-        """Makes the resident keys of `chain`, given head first, the most recent."""
-        chunks = self._chunks
-        for key in reversed(chain):
-            if key in chunks:
-                chunks.move_to_end(key)
+    def _target(self, use: Use, old: Run | None, wish: Wish | None) -> Run:
+        """Returns the use's run for chunks that were in `old`, or that are new."""
+        account = use.account if old is None else old.account
+        mine = old is None or (old.session is not None and old.session is use.session)
+        session = use.session if mine else None
+        expected_at = use.expected_at if mine else None
+        priority, ttl_s, expires_at = _granted(use, old, wish, mine)
+        place = (account.index, session, priority, expires_at, ttl_s, expected_at)
+        run = use.runs.get(place)
+        if run is None:
+            run = use.runs[place] = self.table.make(account, use.stamp, use.now)
+            run.session, run.expected_at = session, expected_at
+            run.priority, run.ttl_s, run.expires_at = priority, ttl_s, expires_at
+        return run
 
-    def add(self, key: bytes, chunk: Chunk) -> None:
-        """Adds an absent key as the most recent one."""
-        assert key not in self._chunks
-        self._chunks[key] = chunk
+    def end_use(self, use: Use) -> int:
+        """Lists the use's runs; returns how many chunks lost a raised priority."""
+        for run in use.runs.values():
+            if run.chunks:
+                self.table.list(run)
+                self.table.count_protected(run, len(run.chunks))
+            else:
+                self.table.forget_unlisted(run)
+        if use.session is not None:
+            self.table.close(use.session)
+        return self.table.enforce_budget()
 
-    def remove(self, key: bytes) -> Chunk:
-        return self._chunks.pop(key)
+    def finish(self, req_context: ReqContext) -> None:
+        """The request ended: forgets it, and releases its session if it says so."""
+        self._segments.pop(req_context.request_id, None)
+        if not req_context.hints.release or self._config.plain_lru:
+            return
+        session = self._session(req_context)
+        assert session is not None  # whoever releases has one
+        self.table.release(session)
+
+
+def _granted(
+    use: Use, old: Run | None, wish: Wish | None, mine: bool
+) -> tuple[int, float | None, float | None]:
+    """Returns (priority, its ttl, when it ends) of chunks after a use."""
+    if wish is not None and (mine or _raises(use, old, wish)):
+        expires_at = None if wish.ttl_s is None else use.now + wish.ttl_s
+        return wish.priority, wish.ttl_s, expires_at
+    if old is not None and old.priority != RELEASED:
+        return old.priority, None, old.expires_at
+    account = use.account if old is None else old.account
+    return account.base_priority, None, None
+
+
+def _raises(use: Use, old: Run | None, wish: Wish) -> bool:
+    if old is None or old.account is not use.account:
+        return False
+    return wish.priority >= old.priority

@@ -25,17 +25,20 @@ class SlotAllocator:
     def num_free(self) -> int:
         return len(self._freed) + self.num_slots - self._next_unused
 
-    def allocate(self) -> int:
-        """Returns a free slot. Raises IndexError when there is none."""
-        if self._freed:
-            slot = self._freed.pop()
-        elif self._next_unused < self.num_slots:
-            slot = self._next_unused
-            self._next_unused += 1
-        else:
-            raise IndexError("no free slot")
-        self._in_use[slot] = 1
-        return slot
+    def take(self, count: int) -> list[int]:
+        """Returns `count` free slots. Raises IndexError when there are not so many."""
+        if count > self.num_free:
+            raise IndexError(f"{count} slots wanted, {self.num_free} are free")
+        reused = min(count, len(self._freed))
+        slots = self._freed[len(self._freed) - reused :]
+        del self._freed[len(self._freed) - reused :]
+        slots.reverse()
+        end = self._next_unused + count - reused
+        slots.extend(range(self._next_unused, end))
+        self._next_unused = end
+        for slot in slots:
+            self._in_use[slot] = 1
+        return slots
 
     def free(self, slot: int) -> None:
         """Takes a slot back. Raises ValueError when it is not in use."""

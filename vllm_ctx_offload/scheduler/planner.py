@@ -270,6 +270,6 @@ def _receipt(state: RequestOffloadState) -> dict[str, Any]:
             "loaded_tokens": state.loaded_tokens,
             "stored_tokens": state.stored_tokens,
             "rejected_tokens": state.rejected_tokens,
-            "rejected_reason": "full" if state.rejected_tokens else None,
+            "rejected_reason": state.rejected_reason,
         }
     }

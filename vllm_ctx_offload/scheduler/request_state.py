@@ -98,6 +98,7 @@ class RequestOffloadState:
     loaded_tokens: int = 0
     stored_tokens: int = 0
     rejected_tokens: int = 0
+    rejected_reason: str | None = None
 
     def move_to(self, status: Status) -> None:
         """Changes the status. Raises AssertionError on an illegal transition."""

@@ -78,9 +78,14 @@ class StorePlanner:
         state.num_offered = len(keys)
         plan, per_chunk = self._plan, self._plan.blocks_per_chunk
         state.rejected_tokens = grant.num_rejected * plan.tokens_per_chunk
-        if grant.num_rejected:
-            tenant = state.req_context.tenant
-            self._stats.count("rejected_stores", tenant, "full", by=grant.num_rejected)
+        state.rejected_reason = grant.reason
+        if grant.reason is not None:
+            self._stats.count(
+                "rejected_stores",
+                state.req_context.tenant,
+                grant.reason,
+                by=grant.num_rejected,
+            )
         if not grant.indices:
             return None
         state.stored_tokens += len(grant.indices) * plan.tokens_per_chunk

@@ -1,0 +1,273 @@
+"""The host-memory manager: which chunks are in the pool, and which have to go."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from vllm_ctx_offload.context import ReqContext
+from vllm_ctx_offload.core.manager import LookupResult, OffloadingManager, StoreGrant
+from vllm_ctx_offload.core.policy import PolicyConfig, RetentionPolicy, Use
+from vllm_ctx_offload.core.slots import SlotAllocator
+from vllm_ctx_offload.core.tenants import check_terms
+from vllm_ctx_offload.core.victims import Room, RoomMaker
+from vllm_ctx_offload.stats import OffloadStats
+
+__all__ = ["ChunkState", "HostMemoryManager"]
+
+
+class ChunkState(NamedTuple):
+    """All there is to one resident chunk."""
+
+    key: bytes
+    slot: int
+    tenant: str  # who is accounted for it
+    pins: int
+    ready: bool
+    doomed: bool  # removed while pinned; its last unpin drops it
+
+
+class HostMemoryManager(OffloadingManager):
+    """Chunks in a host pool of fixed size, kept as `RetentionPolicy` says.
+
+    A chunk that is being stored is pinned by its store and not ready. One that was
+    removed while pinned is doomed: it can't be hit, nor stored again under its key,
+    until its last unpin drops it.
+
+    Everything is decided before anything changes. Cost: O(1) per key; to choose a
+    victim O(log tenants) amortised, plus O(runs that are pinned).
+    """
+
+    # The index is split by the last byte of the key, because a dict is copied as a
+    # whole when it grows: one of a million entries would stop the scheduler for tens
+    # of milliseconds.
+    _NUM_SHARDS = 256
+
+    def __init__(
+        self,
+        num_slots: int,
+        stats: OffloadStats,
+        policy: PolicyConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        """Makes an empty pool.
+
+        Args:
+            num_slots: chunks that it holds.
+            stats: counts evictions.
+            policy: accounts and limits.
+            clock: returns the time in seconds, never less than before.
+        """
+        self._slots = SlotAllocator(num_slots)
+        self._stats = stats
+        self._clock = clock
+        self._policy = RetentionPolicy(num_slots, policy)
+        self._table = self._policy.table
+        self._pins = self._table.pins
+        # Key -> slot of the chunks that can be loaded, by the key's last byte.
+        self._ready: list[dict[bytes, int]] = [{} for _ in range(self._NUM_SHARDS)]
+        self._storing: dict[bytes, int] = {}  # doomed ones too
+        self._doomed: dict[bytes, int] = {}
+
+    @property
+    def num_resident(self) -> int:
+        """Chunks that hold a slot, those being stored included."""
+        return self._slots.num_slots - self._slots.num_free
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_protected(self) -> int:
+        """Chunks that a raised priority protects."""
+        return self._table.num_protected
+
+    def resident_by_tenant(self) -> dict[str, int]:
+        return {account.name: account.resident for account in self._table.accounts}
+
+    # ---- hits
+
+    def lookup(self, keys: Sequence[bytes], req_context: ReqContext) -> LookupResult:
+        ready = self._ready
+        num_ready = 0
+        for key in keys:
+            if key not in ready[key[-1]]:
+                pending = key in self._storing and key not in self._doomed
+                return LookupResult(num_ready, pending)
+            num_ready += 1
+        return LookupResult(num_ready, pending=False)
+
+    def touch(self, keys: Sequence[bytes], req_context: ReqContext) -> None:
+        use = self._policy.begin_use(req_context, self._clock())
+        self._policy.move(use, keys, self._find(keys))
+        self._end_use(use)
+
+    def prepare_load(
+        self, keys: Sequence[bytes], req_context: ReqContext
+    ) -> tuple[int, ...]:
+        slots = tuple([self._ready[key[-1]][key] for key in keys])
+        self._table.pin(slots)
+        return slots
+
+    def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        # A chunk that is not ready has only the pin of its store, which stays.
+        assert not any(key in self._storing for key in keys)
+        slots = [self._slot_of(key) for key in keys]
+        assert all(slot in self._pins for slot in slots)
+        for key, slot in zip(keys, slots, strict=True):
+            self._unpin(key, slot)
+
+    # ---- stores
+
+    def prepare_store(
+        self, keys: Sequence[bytes], req_context: ReqContext
+    ) -> StoreGrant:
+        now = self._clock()
+        self._table.expire(now)
+        slots = self._find(keys)
+        absent = [index for index, slot in enumerate(slots) if slot is None]
+        if self._doomed:
+            absent = [index for index in absent if keys[index] not in self._doomed]
+        use = self._policy.begin_use(req_context, now)
+        self._policy.move(use, keys, slots)
+        room = self._make_room(use, absent, len(keys)) if absent else Room(0, None)
+        granted = absent[: room.num_granted]
+        new = dict(zip(granted, self._slots.take(len(granted)), strict=True))
+        self._policy.add(use, keys, new)
+        self._storing.update((keys[index], slot) for index, slot in new.items())
+        self._table.pin(new.values())
+        self._end_use(use)
+        if granted and granted[0] < len(slots) - slots.count(None):
+            # They fill a hole: once more in the chain's order, so that its tail goes
+            # first.
+            self.touch(keys, req_context)
+        return StoreGrant(
+            tuple(granted), tuple(new.values()), len(absent) - len(granted), room.reason
+        )
+
+    def _make_room(self, use: Use, absent: Sequence[int], num_keys: int) -> Room:
+        """Grants room from the first absent chunk on; evicts what gives way to it."""
+        maker = RoomMaker(
+            self._table, use.account, self._slots.num_free, use.now, use.expected_at
+        )
+        num_granted, reason = 0, None
+        for start, end, wish in use.stretches(num_keys):
+            wanted = bisect_left(absent, end) - bisect_left(absent, start)
+            priority = use.account.base_priority if wish is None else wish.priority
+            granted, reason = maker.make(wanted, priority)
+            num_granted += granted
+            if reason is not None:
+                break
+        maker.finish()
+        for key, slot in maker.victims:
+            del self._ready[key[-1]][key]
+            self._slots.free(slot)
+        for tenant, count in maker.evicted.items():
+            self._stats.count("evicted_chunks", tenant, use.account.name, by=count)
+        return Room(num_granted, reason)
+
+    def complete_store(
+        self,
+        keys: Collection[bytes],
+        req_context: ReqContext,
+        success: bool = True,
+    ) -> None:
+        slots = [self._storing[key] for key in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            del self._storing[key]
+            if success and key not in self._doomed:
+                self._ready[key[-1]][key] = slot
+            else:
+                self._doomed[key] = slot
+            self._unpin(key, slot)
+        if success:
+            found = (self._ready[key[-1]].get(key) for key in keys)
+            readable = [slot for slot in found if slot is not None]
+            self._table.became_readable(readable, self._clock())
+
+    # ---- removals
+
+    def remove(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        for key in keys:
+            self._remove(key)
+
+    def reset(self) -> None:
+        for shard in self._ready:
+            for key in list(shard):
+                self._remove(key)
+        for key in list(self._storing):
+            self._remove(key)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._policy.finish(req_context)
+
+    def _remove(self, key: bytes) -> None:
+        slot = self._ready[key[-1]].pop(key, None)
+        if slot is not None and slot not in self._pins:
+            self._drop(key, slot)
+        elif slot is not None or (slot := self._storing.get(key)) is not None:
+            self._doomed[key] = slot
+
+    def _drop(self, key: bytes, slot: int) -> None:
+        self._table.drop(key, slot)
+        self._slots.free(slot)
+
+    def _unpin(self, key: bytes, slot: int) -> None:
+        if self._table.unpin(slot) and key in self._doomed:
+            del self._doomed[key]
+            self._drop(key, slot)
+
+    # ---- where keys are
+
+    def _find(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Returns the slots of the keys that can be found now or soon, else None."""
+        ready = self._ready
+        slots = [ready[key[-1]].get(key) for key in keys]
+        if self._storing:
+            for index, slot in enumerate(slots):
+                if slot is None and keys[index] not in self._doomed:
+                    slots[index] = self._storing.get(keys[index])
+        return slots
+
+    def _slot_of(self, key: bytes) -> int:
+        slot = self._ready[key[-1]].get(key)
+        return self._doomed[key] if slot is None else slot
+
+    def _end_use(self, use: Use) -> None:
+        if self._policy.end_use(use):
+            self._stats.count("hints_rejected", "priority", "budget")
+
+    # ---- for tests and tools
+
+    def chunks(self) -> Iterator[ChunkState]:
+        """Iterates over all chunks; those of one tenant and priority in LRU order."""
+        for order in dict.fromkeys(account.order for account in self._table.accounts):
+            for run in order.runs():
+                for key, slot in reversed(run.chunks.items()):
+                    pins = self._pins.get(slot, 0)
+                    ready, doomed = key not in self._storing, key in self._doomed
+                    yield ChunkState(key, slot, run.account.name, pins, ready, doomed)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless slots, pins, runs and states agree."""
+        self._slots.check_invariants()
+        self._table.check_invariants()
+        check_terms(self._table.accounts, self._slots.num_slots)
+        states = list(self.chunks())
+        slots = {state.slot for state in states}
+        assert len(slots) == len(states) == self.num_resident, "two chunks share a slot"
+        assert set(self._pins) <= slots
+        for shard in self._ready:
+            assert not shard.keys() & self._storing.keys()
+            assert not shard.keys() & self._doomed.keys()
+        for state in states:
+            findable = self._ready[state.key[-1]].get(state.key)
+            if state.ready and not state.doomed:
+                assert findable == state.slot, state
+            else:
+                assert findable is None, state
+                assert state.pins, state
+                where = self._doomed if state.ready else self._storing
+                assert where[state.key] == state.slot, state

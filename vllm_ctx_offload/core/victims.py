@@ -1,0 +1,178 @@
+"""Who gives way to a store, chunk by chunk, in the order of docs/policy.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from vllm_ctx_offload.core.order import Run
+from vllm_ctx_offload.core.runs import RunTable
+from vllm_ctx_offload.core.tenants import Account
+
+__all__ = [
+    "REJECT_FULL",
+    "REJECT_LIMIT",
+    "REJECT_PRIORITY",
+    "REJECT_REUSE",
+    "Room",
+    "RoomMaker",
+]
+
+# Why a chunk found no place.
+REJECT_FULL: Final = "full"  # transfers hold on to all that could go
+REJECT_LIMIT: Final = "limit"  # the same, of a tenant that is at its limit
+REJECT_PRIORITY: Final = "priority"  # all that could go has a higher priority
+REJECT_REUSE: Final = "expected_reuse"  # all that could go is expected back sooner
+
+
+class Room(NamedTuple):
+    """What was found for a number of chunks."""
+
+    num_granted: int
+    reason: str | None  # why not more
+
+
+class RoomMaker:
+    """Makes room for one store; its victims are out of their runs and accounts.
+
+    For each chunk in turn: a free slot; of a tenant at its limit only its own chunks;
+    chunks of released sessions; else a chunk of the tenant furthest above its
+    reservation, the storing one included, which pays too where nobody is above. What
+    is granted is accounted to the storing tenant at once, so it counts for the next
+    chunk. Pinned chunks are passed over.
+
+    A tenant's own chunk gives way to no chunk that is worth less to the tenant: of a
+    lower priority, or of the same and expected back later.
+    """
+
+    def __init__(
+        self,
+        table: RunTable,
+        account: Account,
+        num_free: int,
+        now: float,
+        expected_at: float | None,
+    ) -> None:
+        self._table = table
+        self._account = account
+        self._num_free = num_free
+        self._now = now
+        self._time_left = None if expected_at is None else expected_at - now
+        self._plain = all(a.order is account.order for a in table.accounts)
+        self._reason = REJECT_FULL
+        self._aside: list[Account] = []
+        self.victims: list[tuple[bytes, int]] = []  # key and slot
+        self.evicted: Counter[str] = Counter()  # by the name of who held them
+
+    def make(self, wanted: int, priority: int) -> Room:
+        """Grants as many of `wanted` chunks of a priority as there is room for."""
+        account, granted = self._account, 0
+        while granted < wanted:
+            want = wanted - granted
+            below = account.room_below_limit()
+            if below == 0:
+                got = self._take_own(want, priority, REJECT_LIMIT)
+            else:
+                if below is not None:
+                    want = min(want, below)
+                if self._num_free:
+                    got = min(want, self._num_free)
+                    self._num_free -= got
+                else:
+                    got = self._take_any(want, priority)
+            if not got:
+                return Room(granted, self._reason)
+            account.resident += got
+            granted += got
+        return Room(granted, None)
+
+    def finish(self) -> None:
+        """Brings the accounts' places up to date."""
+        for account in (*self._aside, self._account):
+            self._table.accounts.grew(account)
+
+    def _take_any(self, want: int, priority: int) -> int:
+        account, accounts = self._account, self._table.accounts
+        if got := self._take(self._table.released, want):
+            return got
+        if self._plain:
+            return self._take_own(want, priority, REJECT_FULL)
+        own_is_pinned = False
+        while True:
+            top = accounts.furthest_above()
+            if not own_is_pinned and (top is None or account.excess >= top.excess):
+                got = self._take_own(want, priority, REJECT_FULL)
+                if got or self._reason in (REJECT_PRIORITY, REJECT_REUSE):
+                    return got
+                own_is_pinned = True
+            elif top is None:
+                return 0
+            elif top is account or not (got := self._take_from(top, want)):
+                accounts.set_aside(top)
+                self._aside.append(top)
+            else:
+                return got
+
+    def _take_own(self, want: int, priority: int, reason: str) -> int:
+        self._reason = reason
+        return self._take(self._account.order.victims(self._now), want, priority)
+
+    def _take_from(self, other: Account, want: int) -> int:
+        """Takes from the furthest account for as long as it stays the furthest."""
+        if other.num_pinned == other.resident:
+            return 0
+        account = self._account
+        rates = 1 / account.weight + 1 / other.weight
+        ahead_of_us = (other.excess - account.excess) / rates
+        ahead_of_next = (
+            other.excess - self._table.accounts.next_excess()
+        ) * other.weight
+        most = max(int(min(ahead_of_us, ahead_of_next)), 1)
+        return self._take(other.order.victims(self._now), min(want, most))
+
+    def _take(self, runs: Iterable[Run], want: int, priority: int | None = None) -> int:
+        """Takes up to `want` chunks, none worth more than a store of `priority`."""
+        got = 0
+        emptied: list[Run] = []
+        for run in runs:
+            if priority is not None and (reason := self._worth_more(run, priority)):
+                self._reason = reason
+                break
+            if run.num_pinned < len(run.chunks):
+                got += self._take_tail(run, want - got)
+                if not run.chunks:
+                    emptied.append(run)
+            if got == want:
+                break
+        for run in emptied:
+            self._table.forget(run)
+        return got
+
+    def _worth_more(self, run: Run, priority: int) -> str | None:
+        """Returns why a run of the same tenant is worth more than what is stored."""
+        if run.priority > priority:
+            return REJECT_PRIORITY
+        if (
+            run.priority == priority
+            and self._time_left is not None
+            and run.time_to_reuse(self._now) < self._time_left
+        ):
+            return REJECT_REUSE
+        return None
+
+    def _take_tail(self, run: Run, want: int) -> int:
+        """Takes up to `want` unpinned chunks from the end of a run."""
+        chunks, pins, victims = run.chunks, self._table.pins, self.victims
+        kept: list[tuple[bytes, int]] = []
+        num_before = len(victims)
+        end = num_before + want
+        while chunks and len(victims) < end:
+            item = chunks.popitem()
+            (kept if item[1] in pins else victims).append(item)
+        chunks.update(reversed(kept))
+        got = len(victims) - num_before
+        run.account.resident -= got
+        self._table.count_protected(run, -got)
+        self.evicted[run.account.name] += got
+        return got
