@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from sortedcontainers import SortedList
@@ -76,6 +77,14 @@ class Run:
         """Returns the time left of an estimate, or else the time since the last use."""
         expected_at = self.expected_at
         return now - self.used_at if expected_at is None else expected_at - now
+
+    def num_leading(self, keys: Sequence[bytes], start: int) -> int:
+        """Returns how many of `keys` from `start` on are this run's from its head."""
+        same = map(operator.eq, self.chunks, itertools.islice(keys, start, None))
+        try:
+            return operator.indexOf(same, False)
+        except ValueError:
+            return min(len(self.chunks), len(keys) - start)
 
     def become_tail_of(self, other: Run) -> None:
         """Makes this the part behind `other`, kept alike."""

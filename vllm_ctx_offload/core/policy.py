@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -150,18 +151,24 @@ class RetentionPolicy:
             if not run.chunks:
                 table.forget(run)
 
-    def add(self, use: Use, keys: Sequence[bytes], slots: Mapping[int, int]) -> None:
-        """Adds new chunks; `slots` maps places in the chain to slots, ascending."""
-        run_of = self.table.run_of
+    def add(
+        self, use: Use, keys: Sequence[bytes], indices: Sequence[int], slots: list[int]
+    ) -> None:
+        """Adds new chunks, pinned by their store: `keys` at `indices` in `slots`."""
+        run_of, pins = self.table.run_of, self.table.pins
         for start, end, wish in use.stretches(len(keys)):
-            new: Run | None = None
-            for index in range(start, end):
-                if (slot := slots.get(index)) is None:
-                    continue
-                if new is None:
-                    new = self._target(use, None, wish)
-                new.chunks[keys[index]] = slot
+            first, last = bisect_left(indices, start), bisect_left(indices, end)
+            if first == last:
+                continue
+            new = self._target(use, None, wish)
+            places, new_slots = indices[first:last], slots[first:last]
+            new_keys = map(keys.__getitem__, places)
+            new.chunks.update(zip(new_keys, new_slots, strict=True))
+            for slot in new_slots:
                 run_of[slot] = new.run_id
+            pins.update(dict.fromkeys(new_slots, 1))
+            new.num_pinned += last - first
+            new.account.num_pinned += last - first
 
     def _target(self, use: Use, old: Run | None, wish: Wish | None) -> Run:
         """Returns the use's run for chunks that were in `old`, or that are new."""
@@ -182,7 +189,7 @@ class RetentionPolicy:
         """Lists the use's runs; returns how many chunks lost a raised priority."""
         for run in use.runs.values():
             if run.chunks:
-                self.table.list(run)
+                self.table.enlist(run)
                 self.table.count_protected(run, len(run.chunks))
             else:
                 self.table.forget_unlisted(run)

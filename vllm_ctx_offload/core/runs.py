@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedList
@@ -57,7 +58,7 @@ class RunTable:
         self._runs[run.run_id] = run
         return run
 
-    def list(self, run: Run) -> None:
+    def enlist(self, run: Run) -> None:
         run.account.order.add(run)
         if run.expires_at is not None:
             self._expiring.add(run)
@@ -68,7 +69,7 @@ class RunTable:
         if run.priority == RELEASED:
             self.released.add(run)
 
-    def unlist(self, run: Run) -> None:
+    def delist(self, run: Run) -> None:
         run.account.order.discard(run)
         if run.expires_at is not None:
             self._expiring.remove(run)
@@ -79,7 +80,7 @@ class RunTable:
 
     def forget(self, run: Run) -> None:
         """Takes out a listed run that holds no chunk any more."""
-        self.unlist(run)
+        self.delist(run)
         self.forget_unlisted(run)
 
     def forget_unlisted(self, run: Run) -> None:
@@ -116,27 +117,33 @@ class RunTable:
     # ---- pins
 
     def pin(self, slots: Iterable[int]) -> None:
+        """Adds a pin to each of the chunks in `slots`."""
         pins = self.pins
+        pinned = []
         for slot in slots:
             if slot in pins:
                 pins[slot] += 1
             else:
                 pins[slot] = 1
-                run = self.run(slot)
-                run.num_pinned += 1
-                run.account.num_pinned += 1
+                pinned.append(slot)
+        self._count_pinned(pinned, 1)
 
-    def unpin(self, slot: int) -> bool:
-        """Takes one pin off; returns whether it was the last."""
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Takes a pin off each of the chunks in `slots`."""
         pins = self.pins
-        if pins[slot] > 1:
-            pins[slot] -= 1
-            return False
-        del pins[slot]
-        run = self.run(slot)
-        run.num_pinned -= 1
-        run.account.num_pinned -= 1
-        return True
+        unpinned = []
+        for slot in slots:
+            if (count := pins.pop(slot)) > 1:
+                pins[slot] = count - 1
+            else:
+                unpinned.append(slot)
+        self._count_pinned(unpinned, -1)
+
+    def _count_pinned(self, slots: list[int], sign: int) -> None:
+        for run_id, count in Counter(map(self.run_of.__getitem__, slots)).items():
+            run = self._runs[run_id]
+            run.num_pinned += sign * count
+            run.account.num_pinned += sign * count
 
     # ---- priorities
 
@@ -148,12 +155,12 @@ class RunTable:
 
     def _change(self, run: Run, priority: int, expected_at: float | None) -> None:
         """Gives a run another priority, for good; its last use stays."""
-        self.unlist(run)
+        self.delist(run)
         self.count_protected(run, -len(run.chunks))
         run.priority, run.ttl_s, run.expires_at = priority, None, None
         run.expected_at = expected_at
         self.count_protected(run, len(run.chunks))
-        self.list(run)
+        self.enlist(run)
 
     def expire(self, now: float) -> None:
         """Ends the priorities whose time has passed, a bounded number at a time."""
@@ -200,7 +207,7 @@ class RunTable:
             if slot in self.pins:
                 run.num_pinned -= 1
                 tail.num_pinned += 1
-        self.list(tail)
+        self.enlist(tail)
         return tail
 
     def check_invariants(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["SlotAllocator"]
 
 
@@ -40,12 +42,16 @@ class SlotAllocator:
             self._in_use[slot] = 1
         return slots
 
-    def free(self, slot: int) -> None:
-        """Takes a slot back. Raises ValueError when it is not in use."""
-        if not 0 <= slot < self.num_slots or not self._in_use[slot]:
-            raise ValueError(f"slot {slot} is not in use")
-        self._in_use[slot] = 0
-        self._freed.append(slot)
+    def free(self, slots: Sequence[int]) -> None:
+        """Takes slots back. Raises ValueError when one is not in use; none is then."""
+        in_use = self._in_use
+        for index, slot in enumerate(slots):
+            if not 0 <= slot < self.num_slots or not in_use[slot]:
+                for taken in slots[:index]:
+                    in_use[taken] = 1
+                raise ValueError(f"slot {slot} is not in use")
+            in_use[slot] = 0
+        self._freed.extend(slots)
 
     def check_invariants(self) -> None:
         assert len(set(self._freed)) == len(self._freed), "a slot is free twice"

@@ -164,13 +164,16 @@ class RoomMaker:
     def _take_tail(self, run: Run, want: int) -> int:
         """Takes up to `want` unpinned chunks from the end of a run."""
         chunks, pins, victims = run.chunks, self._table.pins, self.victims
-        kept: list[tuple[bytes, int]] = []
         num_before = len(victims)
-        end = num_before + want
-        while chunks and len(victims) < end:
-            item = chunks.popitem()
-            (kept if item[1] in pins else victims).append(item)
-        chunks.update(reversed(kept))
+        if not run.num_pinned:
+            count = min(want, len(chunks))
+            victims.extend([chunks.popitem() for _ in range(count)])
+        else:
+            kept: list[tuple[bytes, int]] = []
+            while chunks and len(victims) - num_before < want:
+                item = chunks.popitem()
+                (kept if item[1] in pins else victims).append(item)
+            chunks.update(reversed(kept))
         got = len(victims) - num_before
         run.account.resident -= got
         self._table.count_protected(run, -got)
