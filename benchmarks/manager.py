@@ -107,9 +107,18 @@ class Vllms:
         self._manager: Any = CPUOffloadingManager(num_chunks, cache_policy=policy)
 
     def lookup(self, keys: Chain, index: int) -> bool:
+        return self.num_leading(keys, index) == len(keys)
+
+    def num_leading(self, keys: Chain, index: int) -> int:
+        """Returns the length of the leading run that hits."""
         context = self._make_context(str(index))
         lookup, hit = self._manager.lookup, self._hit
-        return all(lookup(key, context) is hit for key in keys)
+        num_hits = 0
+        for key in keys:
+            if lookup(key, context) is not hit:
+                break
+            num_hits += 1
+        return num_hits
 
     def touch(self, keys: Chain, index: int) -> None:
         self._manager.touch(keys, self._make_context(str(index)))

@@ -1,7 +1,9 @@
-"""The conversations of the demo: four people of two tenants, each with a long list.
+"""What the tenants of the demo say.
 
-What they say is made up from a few word lists with a fixed seed, so every run sends
-the same text, and each list is long enough that computing it again takes a while.
+Four people of two tenants hold conversations about a long list each, and a third
+tenant sends lists that it never comes back to. The text is made up from a few word
+lists with a fixed seed, so every run sends the same, and each list is long enough that
+computing it again takes a while.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ REMARKS = (
 
 
 class Script(NamedTuple):
-    """What one person of a tenant talks about."""
+    """What one person of a tenant talks about; a question a turn."""
 
     name: str
     tenant: str
@@ -45,6 +47,7 @@ SCRIPTS = (
             "Which device is mentioned most often?",
             "Who is waiting for a spare part?",
             "Write one sentence to calm the people who wait.",
+            "Which ticket should be closed first?",
         ),
     ),
     Script(
@@ -57,6 +60,7 @@ SCRIPTS = (
             "Which machine should be checked first?",
             "What was said about noise?",
             "Write one sentence for the morning shift.",
+            "On which day was the most written?",
         ),
     ),
     Script(
@@ -69,6 +73,7 @@ SCRIPTS = (
             "What do people complain about most?",
             "Who wrote about an invoice?",
             "Write one sentence to say sorry.",
+            "Who has waited longest?",
         ),
     ),
     Script(
@@ -81,8 +86,26 @@ SCRIPTS = (
             "Which trip is most urgent?",
             "Who has a wrong date?",
             "Write one sentence to the travel office.",
+            "What is too expensive?",
         ),
     ),
+)
+
+# The third tenant. Two of its prompts have only the first words in common, fewer than
+# fill a block.
+NOISY = "initech"
+ONE_SHOTS = tuple(
+    Script(
+        f"one-shot {number}",
+        NOISY,
+        f"{what} found in the nightly scan",
+        ("the mail gateway", "the old file server", "the test system", "the router"),
+        ("answers too slowly", "has an old certificate", "was restarted twice"),
+        ("Which finding is the worst?",),
+    )
+    for number, what in enumerate(
+        ("defects", "surprises", "weaknesses", "delays", "changes"), start=1
+    )
 )
 
 

@@ -1,57 +1,89 @@
-"""Sees and checks the whole state of a `HostMemoryManager`, and a naive model of it."""
+"""Makes managers and sees and checks the whole state of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core import (
+    AccountTerms,
+    ChunkState,
     HostMemoryManager,
     LookupResult,
     OffloadingManager,
+    PolicyConfig,
     ReuseFilter,
-    StoreGrant,
 )
 from vllm_ctx_offload.stats import OffloadStats
 
 LOOKUP_MISS = LookupResult(0, pending=False)
 
 
-class ChunkState(NamedTuple):
-    """All there is to a chunk but its slot."""
+@dataclass
+class FakeClock:
+    """A time that passes when it is told to."""
 
-    key: bytes
-    tenant: str
-    pins: int
-    ready: bool
-    doomed: bool
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_manager(
+    num_slots: int,
+    *,
+    accounts: dict[str, AccountTerms] | None = None,
+    max_protected: int = 0,
+    tokens_per_chunk: int = 1,
+    plain_lru: bool = False,
+    clock: Callable[[], float] | None = None,
+) -> HostMemoryManager:
+    """Returns an empty manager; there is always an account `default`."""
+    policy = PolicyConfig(
+        accounts={"default": AccountTerms(), **(accounts or {})},
+        max_protected=max_protected,
+        tokens_per_chunk=tokens_per_chunk,
+        plain_lru=plain_lru,
+    )
+    return HostMemoryManager(num_slots, OffloadStats(), policy, clock or FakeClock())
 
 
 def chunk_states(manager: HostMemoryManager) -> list[ChunkState]:
-    """Returns the resident chunks, least recently used first."""
-    return [
-        ChunkState(key, chunk.tenant, chunk.pins, chunk.ready, chunk.doomed)
-        for key, chunk in manager._chunks.items()
-    ]
+    """Returns the resident chunks, those of one tenant least recently used first."""
+    return list(manager.chunks())
 
 
 def resident_keys(manager: HostMemoryManager) -> list[bytes]:
-    """Returns the resident keys, least recently used first."""
-    return [key for key, _ in manager._chunks.items()]
+    """Returns the resident keys, those of one tenant least recently used first."""
+    return [state.key for state in manager.chunks()]
 
 
 def snapshot(manager: HostMemoryManager) -> object:
     """Returns everything that a failed call must leave as it was."""
     slots = manager._slots
+    runs = [
+        (run.rank, run.priority, run.expires_at, run.expected_at, run.used_at)
+        for run in manager._table
+    ]
     return (
         chunk_states(manager),
-        [chunk.slot for _, chunk in manager._chunks.items()],
+        runs,
         (list(slots._freed), slots._next_unused, bytes(slots._in_use)),
-        manager.num_pinned,
+        (manager.num_pinned, manager.num_protected, manager.resident_by_tenant()),
         dict(manager._stats._counts),
     )
+
+
+def store(
+    manager: OffloadingManager, keys: Sequence[bytes], context: ReqContext
+) -> list[bytes]:
+    """Stores a chain with success; returns the keys that were granted."""
+    grant = manager.prepare_store(keys, context)
+    granted = [keys[index] for index in grant.indices]
+    manager.complete_store(granted, context)
+    return granted
 
 
 class Checked:
@@ -73,112 +105,19 @@ class Checked:
         return call
 
     def store(self, keys: Sequence[bytes], context: ReqContext) -> list[bytes]:
-        """Stores a chain with success; returns the keys that were granted."""
-        grant = self.prepare_store(keys, context)
-        granted = [keys[index] for index in grant.indices]
-        self.complete_store(granted, context)
-        return granted
+        manager: Any = self
+        return store(manager, keys, context)
+
+
+KINDS = ("bare", "filter0", "filter1", "plain")
 
 
 def make_checked(kind: str, num_slots: int) -> Checked:
-    """Returns an empty manager, bare or inside a reuse filter."""
-    inner = HostMemoryManager(num_slots, OffloadStats())
+    """Returns an empty manager of two tenants: bare, in a reuse filter, or plain LRU."""
+    accounts = {"default": AccountTerms(), "zeta": AccountTerms()}
+    accounts["acme"] = AccountTerms()
+    inner = make_manager(num_slots, accounts=accounts, plain_lru=kind == "plain")
     outer: OffloadingManager = inner
-    if kind != "bare":
+    if kind.startswith("filter"):
         outer = ReuseFilter(inner, int(kind.removeprefix("filter")), 1_000)
     return Checked(outer, inner)
-
-
-@dataclass
-class _Record:
-    key: bytes
-    tenant: str
-    slot: int | None = None  # learnt from the manager under test
-    stores: int = 1
-    loads: int = 0
-    ready: bool = False
-    doomed: bool = False
-
-    @property
-    def pins(self) -> int:
-        return self.stores + self.loads
-
-
-class NaiveManager:
-    """The same life cycle, as plainly as it can be said: a list in order of use."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.records: list[_Record] = []  # least recently used first
-        self.victims: list[tuple[bytes, str, str]] = []  # key, whose, for whom
-
-    def find(self, key: bytes) -> _Record | None:
-        return next((r for r in self.records if r.key == key), None)
-
-    def states(self) -> list[ChunkState]:
-        return [
-            ChunkState(r.key, r.tenant, r.pins, r.ready, r.doomed) for r in self.records
-        ]
-
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        for length, key in enumerate(keys):
-            record = self.find(key)
-            if record is None or record.doomed or not record.ready:
-                pending = record is not None and not record.doomed
-                return LookupResult(length, pending)
-        return LookupResult(len(keys), pending=False)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):
-            if record := self.find(key):
-                self.records.remove(record)
-                self.records.append(record)
-
-    def prepare_load(self, keys: Sequence[bytes]) -> tuple[int | None, ...]:
-        records = [self.find(key) for key in keys]
-        for record in records:
-            record.loads += 1
-        return tuple(record.slot for record in records)
-
-    def complete_load(self, keys: Collection[bytes]) -> None:
-        for key in keys:
-            self.find(key).loads -= 1
-        self._drop_dead()
-
-    def prepare_store(self, keys: Sequence[bytes], tenant: str) -> StoreGrant:
-        self.touch(keys)
-        absent = [i for i, key in enumerate(keys) if self.find(key) is None]
-        granted = []
-        for index in absent:
-            if not self._make_room(keys, tenant):
-                break
-            self.records.append(_Record(keys[index], tenant))
-            granted.append(index)
-        self.touch(keys)
-        return StoreGrant(tuple(granted), (), len(absent) - len(granted))
-
-    def _make_room(self, own: Sequence[bytes], tenant: str) -> bool:
-        if len(self.records) < self.num_slots:
-            return True
-        for record in self.records:
-            if not record.pins and record.key not in own:
-                self.victims.append((record.key, record.tenant, tenant))
-                self.records.remove(record)
-                return True
-        return False
-
-    def complete_store(self, keys: Collection[bytes], success: bool) -> None:
-        for key in keys:
-            record = self.find(key)
-            record.stores -= 1
-            record.ready = record.ready or success
-            record.doomed = record.doomed or not success
-        self._drop_dead()
-
-    def remove(self, keys: Collection[bytes]) -> None:
-        for record in self.records:
-            record.doomed = record.doomed or record.key in keys
-        self._drop_dead()
-
-    def _drop_dead(self) -> None:
-        self.records = [r for r in self.records if r.pins or not r.doomed]

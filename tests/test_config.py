@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_errors import WHERE
+from config_errors import WHERE, sentence
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vllm_ctx_offload.config import (
@@ -13,9 +15,9 @@ from vllm_ctx_offload.config import (
     Size,
     TenantConfig,
     check_accounts,
-    inert_keys,
     parse_config,
 )
+from vllm_ctx_offload.core import account_terms
 from vllm_ctx_offload.errors import ConfigError
 
 GIB = 1024**3
@@ -127,8 +129,8 @@ def test_a_configuration_can_not_be_changed_and_leaves_its_source_alone() -> Non
         ({"acme": {"weight": 2}}, "stranger", TenantConfig(isolation="shared")),
         ({"*": {"weight": 3}}, "default", TenantConfig(weight=3)),
         ({"*": {"weight": 3}, "acme": {}}, "acme", TenantConfig()),
-        ({"*": {"weight": 3}, "default": {}}, "default", TenantConfig()),
-        ({"*": {"weight": 3}, "default": {}}, "stranger", TenantConfig(weight=3)),
+        ({"*": {"load": False}, "default": {}}, "default", TenantConfig()),
+        ({"*": {"load": False}, "default": {}}, "stranger", TenantConfig(load=False)),
         ({"default": {"weight": 4}}, "stranger", TenantConfig(weight=4)),
     ],
 )
@@ -146,33 +148,58 @@ def test_a_size_is_bytes_or_a_share_of_the_pool(size: Size, num_bytes: int) -> N
     assert size.resolve(1_000) == num_bytes
 
 
+@pytest.mark.parametrize("percent", range(101))
+def test_a_share_of_a_hundred_chunks_is_that_many_chunks(percent: int) -> None:
+    """Multiplied as floats, 29 % of 100 would be 28."""
+    config = parse_config({"max_protected": f"{percent}%"})
+    assert config.max_protected.resolve(100) == percent
+
+
+POOL = 1_000
+CHUNK = 10
+
+
 @pytest.mark.parametrize(
     "tenants",
     [
         {},
         {"acme": {"reserved": 600}, "zeta": {"reserved": "40%"}},
         {"acme": {"reserved": "50%", "limit": 500}},
-        {"acme": {"limit": 0}},
+        {"acme": {"reserved": POOL}},
+        {"acme": {"limit": CHUNK}},
+        {"acme": {"limit": 0, "store": False}},
         {"acme": {"limit": 10_000}},
+        {"*": {"reserved": "100%", "limit": "100%"}},
+        {f"t{index}": {"reserved": "10%"} for index in range(10)},
     ],
 )
 def test_accounts_that_fit_the_pool_pass(tenants: dict[str, Any]) -> None:
-    check_accounts(parse_config({"tenants": tenants}), 1_000)
+    check_accounts(parse_config({"tenants": tenants}), POOL, CHUNK)
 
 
-def account_error(tenants: dict[str, Any]) -> str:
-    """Returns the error for a pool of 1,000 bytes."""
+def account_error(tenants: dict[str, Any], pool_bytes: int = POOL) -> str:
+    """Returns the error for a pool of 1,000 bytes in chunks of 10."""
     config = parse_config({"tenants": tenants})
     with pytest.raises(ConfigError) as raised:
-        check_accounts(config, 1_000)
+        check_accounts(config, pool_bytes, CHUNK)
     return str(raised.value)
 
 
-def test_reservations_that_do_not_fit_together_are_told() -> None:
-    text = account_error({"acme": {"reserved": 601}, "zeta": {"reserved": "40%"}})
-    assert text == (
-        f"{WHERE}: the tenants reserve 1001 bytes together, more than the pool of 1000 "
-        "bytes; lower them or raise cpu_bytes_to_use."
+@pytest.mark.parametrize(
+    ("tenants", "total", "most", "size"),
+    [
+        ({"acme": {"reserved": 601}, "zeta": {"reserved": "40%"}}, 1001, "acme", 601),
+        ({"acme": {"reserved": "40%"}, "*": {"reserved": "61%"}}, 1010, "*", 610),
+        ({"acme": {"reserved": 1_001}}, 1001, "acme", 1001),
+    ],
+)
+def test_reservations_that_do_not_fit_together_are_told(
+    tenants: dict[str, Any], total: int, most: str, size: int
+) -> None:
+    assert account_error(tenants) == (
+        f"{WHERE}: the tenants reserve {total} bytes together, '{most}' the most with "
+        f"{size}, more than the pool of 1000 bytes; lower them or raise "
+        "cpu_bytes_to_use."
     )
 
 
@@ -180,7 +207,8 @@ def test_reservations_that_do_not_fit_together_are_told() -> None:
     ("account", "limit", "reserved"),
     [
         ({"reserved": "50%", "limit": 499}, 499, 500),
-        ({"reserved": 1_001}, 1_000, 1_001),
+        ({"reserved": 1_001, "limit": "100%"}, 1_000, 1_001),
+        ({"reserved": 1, "limit": 0, "store": False}, 0, 1),
     ],
 )
 def test_a_limit_below_the_reservation_is_told(
@@ -192,21 +220,64 @@ def test_a_limit_below_the_reservation_is_told(
     )
 
 
-@pytest.mark.parametrize(
-    ("extra_config", "expected"),
-    [
-        ({}, ()),
-        ({"eviction_policy": "lru", "store_threshold": 2, "load_wait_ms": 5}, ()),
-        ({"tenants": {"a": {"isolation": "shared", "store": False}}}, ()),
-        ({"eviction_policy": "ctx"}, ("eviction_policy",)),
-        ({"max_protected": "30%"}, ("max_protected",)),
-        (
-            {"tenants": {"a": {"weight": 1, "limit": "5%"}, "b": {"reserved": 1}}},
-            ("tenants.a.limit", "tenants.a.weight", "tenants.b.reserved"),
-        ),
-    ],
-)
-def test_keys_without_effect_yet_are_named_where_they_are_given(
-    extra_config: dict[str, Any], expected: tuple[str, ...]
+@pytest.mark.parametrize("tenant", ["acme", "*", "default"])
+@pytest.mark.parametrize(("limit", "num_bytes"), [(0, 0), (9, 9), ("0.9%", 9)])
+def test_a_limit_below_one_chunk_is_told(
+    tenant: str, limit: int | str, num_bytes: int
 ) -> None:
-    assert inert_keys(parse_config(extra_config)) == expected
+    assert account_error({tenant: {"limit": limit}}) == (
+        f"{WHERE}: tenant '{tenant}' has limit = {num_bytes} bytes, less than one "
+        "chunk of 10 bytes; raise it, or set store to false."
+    )
+
+
+def test_a_limit_in_percent_is_one_of_whole_chunks() -> None:
+    """34 % of 29 bytes would be nearly a chunk, but of the two that fit it is 6."""
+    assert "has limit = 6 bytes, less" in account_error(
+        {"acme": {"limit": "34%"}}, pool_bytes=29
+    )
+
+
+@settings(deadline=None)
+@given(
+    pool_bytes=st.integers(1, 5_000),
+    chunk_bytes=st.integers(1, 300),
+    sizes=st.lists(
+        st.tuples(*[st.integers(0, 5_000) | st.integers(0, 100).map("{}%".format)] * 2),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_what_passes_gives_accounts_that_fit_the_slots(
+    pool_bytes: int, chunk_bytes: int, sizes: list[tuple[int | str, int | str]]
+) -> None:
+    tenants = {
+        f"t{index}": {"reserved": reserved, "limit": limit}
+        for index, (reserved, limit) in enumerate(sizes)
+    }
+    config = parse_config({"tenants": tenants})
+    num_slots = pool_bytes // chunk_bytes
+    try:
+        check_accounts(config, pool_bytes, chunk_bytes)
+    except ConfigError:
+        return
+    terms = account_terms(config, num_slots, chunk_bytes)
+    assert sum(account.reserved for account in terms.values()) <= num_slots
+    for account in terms.values():
+        assert account.limit is None or max(account.reserved, 1) <= account.limit
+
+
+@pytest.mark.parametrize("key", ["reserved", "limit", "weight"])
+def test_sizes_of_the_wildcard_beside_a_declared_default_are_told(key: str) -> None:
+    value = {"reserved": "1%", "limit": "9%", "weight": 1}[key]
+    tenants = {"*": {key: value}, "default": {}}
+    assert sentence({"tenants": tenants}) == (
+        f"{WHERE}: tenants.*.{key} has no effect, because undeclared tenants share the "
+        f"account of 'default', which is declared too; set {key} there."
+    )
+
+
+def test_what_else_the_wildcard_says_holds_beside_a_declared_default() -> None:
+    wildcard = {"max_priority": 5, "max_ttl_s": 9, "isolation": "shared", "load": False}
+    config = parse_config({"tenants": {"*": wildcard, "default": {"limit": "9%"}}})
+    assert config.tenant("stranger") == TenantConfig(**wildcard)

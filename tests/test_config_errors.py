@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from config_errors import WHERE, sentence
 
-from vllm_ctx_offload.config import OffloadConfig, parse_config
+from vllm_ctx_offload.config import OffloadConfig, TenantConfig, parse_config
 
 HUGE = 2**20000
 
@@ -109,6 +109,7 @@ ISOLATION_RULE = (
     "must be 'private' or 'shared'; use \"shared\" to let tenants hit each other's "
     "chunks."
 )
+WEIGHT_RULE = "must be greater than or equal to 0.000001; use a weight above 0, as 1."
 EITHER_RULE = (
     'is neither a size nor a share; use a number of bytes or text such as "8GiB", or '
     'use a share of the pool such as "25%".'
@@ -121,11 +122,11 @@ EITHER_RULE = (
         *[("reserved", value, EITHER_RULE) for value in (None, -1, "x", True, [])],
         *[("limit", value, EITHER_RULE) for value in (-1, "lots", 0.5)],
         *[(key, "101%", SHARE_RULE) for key in ("reserved", "limit")],
-        ("weight", 0, "must be greater than 0; use a weight above 0, as 1."),
         (
             *("weight", float("inf")),
             "must be less than or equal to 1000000000; use a weight above 0, as 1.",
         ),
+        *[("weight", value, WEIGHT_RULE) for value in (0, -1, 5e-324)],
         ("weight", "1", "must be a valid number; use a weight above 0, as 1."),
         ("max_priority", 101, "must be less than or equal to 100; use 0 to 100."),
         ("max_priority", -1, "must be greater than or equal to 0; use 0 to 100."),
@@ -148,10 +149,11 @@ def test_a_bad_tenant_field_is_told_with_the_tenants_name(
     assert text == f"{WHERE}: 'tenants.{tenant}.{field}' = {value!r} {rule}"
 
 
+@pytest.mark.parametrize("tenant", ["acme", "[key]"])
 @pytest.mark.parametrize("account", [None, [], "shared", 1])
-def test_an_account_that_is_no_mapping_is_told(account: Any) -> None:
-    assert sentence({"tenants": {"acme": account}}) == (
-        f"{WHERE}: 'tenants.acme' = {account!r} must be a mapping; use names with "
+def test_an_account_that_is_no_mapping_is_told(tenant: str, account: Any) -> None:
+    assert sentence({"tenants": {tenant: account}}) == (
+        f"{WHERE}: 'tenants.{tenant}' = {account!r} must be a mapping; use names with "
         'their fields, as {"acme": {"reserved": "4GiB"}}.'
     )
 
@@ -202,6 +204,13 @@ def test_an_unknown_tenant_field_is_an_error_with_the_nearest_name(key: str) -> 
     """CASES 42."""
     assert sentence({"tenants": {"a.b": {key: 1}}}) == (
         f"{WHERE}: tenants.a.b: unknown key '{key}'; did you mean 'reserved'?"
+    )
+
+
+def test_an_unknown_tenant_field_like_no_other_is_an_error_with_all_names() -> None:
+    names = ", ".join(TenantConfig.model_fields)
+    assert sentence({"tenants": {"acme": {"[key]": 1}}}) == (
+        f"{WHERE}: tenants.acme: unknown key '[key]'; use {names}."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers import EMPTY_CONTEXT, make_req_context
 
-from vllm_ctx_offload.config import OffloadConfig, parse_config
+from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import (
     EMPTY_HINTS,
     Hints,
@@ -112,6 +112,8 @@ def test_a_bad_field_is_ignored_on_its_own(
     """CASES 31."""
     fields = {**ALL_FIELDS, field: value}
     good = {name: ALL_FIELDS[name] for name in ALL_FIELDS if name != field}
+    if field == "ttl_s":
+        good["ttl_s"] = 3_600.0  # the longest, because the priority is raised
     context = make_req_context(**fields)
     assert context.hints == Hints(**good)
     assert context.tenant == "default"
@@ -163,8 +165,8 @@ def test_a_ctx_that_is_no_mapping_is_ignored_alone(ctx: Any) -> None:
 def test_a_priority_out_of_range_is_clamped_and_counted(
     field: str, value: float, granted: int
 ) -> None:
-    context = make_req_context(**{field: value})
-    assert context.hints == Hints(**{field: granted})
+    context = make_req_context(**{field: value}, ttl_s=7)
+    assert context.hints == Hints(**{field: granted}, ttl_s=7.0)
     assert rejected(context) == [(field, "clamped")]
 
 
@@ -175,50 +177,12 @@ def test_a_priority_in_range_is_granted_as_a_whole_number(value: float) -> None:
     assert type(context.hints.priority) is int
 
 
-CAPPED = parse_config({"tenants": {"acme": {"max_priority": 50, "max_ttl_s": 60}}})
-
-
-def test_what_a_tenant_may_ask_for_is_capped_by_its_account() -> None:
-    context = make_req_context(
-        config=CAPPED,
-        tenant="acme",
-        priority=80,
-        decode_priority=51,
-        ttl_s=600,
-        retention_directives=[{"priority": 80, "duration": 61}, {"priority": 50}],
+@pytest.mark.parametrize("num_prompt_tokens", [None, 0, 17])
+def test_the_end_of_the_prompt_is_handed_on(num_prompt_tokens: int | None) -> None:
+    context = build_req_context(
+        OffloadConfig(), "req", None, num_prompt_tokens=num_prompt_tokens
     )
-    assert context.hints == Hints(
-        priority=50,
-        decode_priority=50,
-        ttl_s=60.0,
-        retention_directives=(
-            RetentionDirective(0, None, 50, 60.0),
-            RetentionDirective(0, None, 50, None),
-        ),
-    )
-    assert sorted(rejected(context)) == [
-        ("decode_priority", "clamped"),
-        ("priority", "clamped"),
-        ("retention_directives", "clamped"),
-        ("retention_directives", "clamped"),
-        ("ttl_s", "clamped"),
-    ]
-
-
-def test_what_is_within_the_account_is_granted_as_it_is() -> None:
-    context = make_req_context(config=CAPPED, tenant="acme", priority=50, ttl_s=60)
-    assert context.hints == Hints(priority=50, ttl_s=60.0)
-    assert context.rejected == ()
-
-
-@pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("asked", [True, False, None])
-def test_a_tenant_can_not_switch_on_what_its_account_switches_off(
-    direction: str, asked: bool | None
-) -> None:
-    config = parse_config({"tenants": {"acme": {direction: False}}})
-    context = make_req_context(config=config, tenant="acme", **{direction: asked})
-    assert context.hints == Hints(**{direction: False})
+    assert context == ReqContext("req", num_prompt_tokens=num_prompt_tokens)
 
 
 @pytest.mark.parametrize(

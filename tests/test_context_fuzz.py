@@ -103,6 +103,7 @@ def check_directive(directive: RetentionDirective) -> None:
     assert_optional(directive.end, int, directive.start + 1, math.inf)
     assert_optional(directive.priority, int, 0, 100)
     assert_optional(directive.duration_s, float, 5e-324, math.inf)
+    assert directive.priority <= 35 or directive.duration_s is not None
 
 
 def check_hints(hints: Hints, config: OffloadConfig, tenant: str) -> None:
@@ -115,6 +116,8 @@ def check_hints(hints: Hints, config: OffloadConfig, tenant: str) -> None:
     assert hints.priority >= 0
     assert_optional(hints.decode_priority, int, 0, account.max_priority)
     assert_optional(hints.ttl_s, float, 5e-324, account.max_ttl_s)
+    raised = max(hints.priority, hints.decode_priority or 0) > 35
+    assert not raised or hints.ttl_s is not None
     assert_optional(hints.expected_reuse_s, float, 0, math.inf)
     for flag in (hints.store, hints.load, hints.release, hints.receipt):
         assert type(flag) is bool
@@ -126,6 +129,7 @@ def check_hints(hints: Hints, config: OffloadConfig, tenant: str) -> None:
     for directive in hints.retention_directives:
         check_directive(directive)
         assert directive.priority <= account.max_priority
+        assert (directive.duration_s or 0) <= account.max_ttl_s
 
 
 def check_context(context: ReqContext, config: OffloadConfig) -> None:

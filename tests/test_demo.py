@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import engine, hit_latency, overhead
-from examples import demo, report
-from examples.conversations import SCRIPTS, Conversation, document
-from examples.report import Served
+from examples import demo, report, serving
+from examples.conversations import (
+    NOISY,
+    ONE_SHOTS,
+    SCRIPTS,
+    Conversation,
+    Script,
+    document,
+)
+from examples.report import Outcome, Served
+from tools import local_vllm
+from vllm_ctx_offload.config import parse_config
+from vllm_ctx_offload.plan import ModelShape, OffloadPlan, resolve_plan
 
 METRICS = """\
 # HELP vllm:prompt_tokens_by_source_total Prompt tokens by source.
@@ -20,6 +32,12 @@ vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 64.0
 vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 1.6e+03
 vllm:prompt_tokens_by_source_total{engine="0",source="something_new"} 7.0
 vllm:prompt_tokens_by_source_created{engine="0",source="local_compute"} 1.7e+09
+# TYPE vllm:ctx_offload_evicted_chunks_total counter
+vllm:ctx_offload_evicted_chunks_total{by="initech",engine="0",tenant="acme"} 60.0
+vllm:ctx_offload_evicted_chunks_total{by="initech",engine="1",tenant="acme"} 4.0
+vllm:ctx_offload_evicted_chunks_total{by="acme",engine="0",tenant="initech"} 9.0
+vllm:ctx_offload_evicted_chunks_total{by="initech",engine="0",tenant="initech"} 1e+02
+vllm:ctx_offload_evicted_chunks_created{by="initech",engine="0",tenant="acme"} 1.7e+09
 """
 
 
@@ -27,6 +45,14 @@ def served(device: int, host: int, computed: int, seconds: float = 1.0) -> Serve
     """Returns a request whose tokens came from those places."""
     prompt = device + host + computed
     return Served("A", "acme", 1, prompt, device, host, computed, seconds)
+
+
+def outcome(*shares: tuple[str, int], **evicted: int) -> Outcome:
+    """Returns prompts of 100 tokens, so many of them from the host, by tenant."""
+    rows = [
+        Served("A", name, 4, 100, 0, host, 100 - host, 1.0) for name, host in shares
+    ]
+    return Outcome(rows, evicted)
 
 
 class TestReport:
@@ -56,10 +82,17 @@ class TestReport:
     ) -> None:
         assert request_.kind == kind
 
-    def test_rows_stand_under_their_header(self) -> None:
-        row = report.row_start("A", "acme", 2) + report.row_end(
-            Served("A", "acme", 2, 12_345, 1_111, 11_200, 78, 1.5)
+    def test_evictions_are_counted_by_whose_chunks_went_for_one_tenant(self) -> None:
+        assert report.evicted_for("initech", METRICS) == {"acme": 64, "initech": 100}
+        assert report.evicted_for("acme", METRICS) == {"initech": 9}
+        assert report.evicted_for("initech", "") == {}
+
+    @pytest.mark.parametrize("script", [*SCRIPTS, *ONE_SHOTS], ids=lambda s: s.name)
+    def test_rows_stand_under_their_header(self, script: Script) -> None:
+        row = report.row_start(script.name, script.tenant, 2) + report.row_end(
+            Served(script.name, script.tenant, 2, 12_345, 1_111, 11_200, 78, 1.5)
         )
+        assert row.index(script.tenant) == report.HEADER.index("tenant")
         for title, value in {
             "turn": "2",
             "prompt": "12,345",
@@ -68,9 +101,8 @@ class TestReport:
             "computed": "78",
             "first token": "1.50 s",
         }.items():
-            assert row.index(value) + len(value) == (
-                report.HEADER.index(title) + len(title)
-            )
+            end = report.HEADER.index(title) + len(title)
+            assert row[:end].endswith(f" {value}")
         assert row.index("host hit") == report.HEADER.index("kind")
         assert len(row) <= 88
 
@@ -86,6 +118,31 @@ class TestReport:
     def test_without_a_host_hit_there_is_no_speedup(self) -> None:
         assert report.speedup([served(0, 0, 100), served(96, 0, 4)]) is None
 
+    def test_what_was_kept_is_the_share_of_tokens_from_the_cache(self) -> None:
+        rows = [served(30, 50, 20), served(0, 0, 300)]
+        assert Outcome(rows, {}).kept() == 0.2
+        both = outcome(("acme", 90), ("globex", 40), ("acme", 80))
+        assert both.kept("acme") == 0.85
+        assert both.kept("globex") == 0.4
+
+    def test_the_comparison_sets_both_policies_side_by_side(self) -> None:
+        ctx = outcome(("acme", 98), ("globex", 97), initech=1_164)
+        lru = outcome(("acme", 0), ("globex", 1), acme=113, globex=117)
+        lines = report.comparison("initech", ctx, lru).splitlines()
+        assert [line.split()[-2:] for line in lines] == [
+            ["ctx", "lru"],
+            ["98.0%", "0.0%"],
+            ["97.0%", "1.0%"],
+            ["0", "113"],
+            ["0", "117"],
+            ["1,164", "0"],
+        ]
+        assert [line.partition(":")[0] for line in lines[1:]] == [
+            *("acme", "globex"),
+            *("acme", "globex", "initech"),
+        ]
+        assert {len(line) for line in lines} == {72}
+
 
 class TestConversations:
     def test_two_tenants_hold_two_conversations_each(self) -> None:
@@ -96,9 +153,18 @@ class TestConversations:
         assert len(sessions) == 4
 
     def test_every_run_sends_the_same_lists(self) -> None:
-        documents = [document(script) for script in SCRIPTS]
-        assert documents == [document(script) for script in SCRIPTS]
-        assert len(set(documents)) == len(SCRIPTS)
+        scripts = (*SCRIPTS, *ONE_SHOTS)
+        documents = [document(script) for script in scripts]
+        assert documents == [document(script) for script in scripts]
+        assert len(set(documents)) == len(scripts)
+
+    def test_the_noisy_tenant_is_a_third_one(self) -> None:
+        assert {script.tenant for script in ONE_SHOTS} == {NOISY}
+        assert NOISY not in {script.tenant for script in SCRIPTS}
+
+    def test_there_is_a_question_for_each_turn_and_the_return(self) -> None:
+        assert {len(script.questions) for script in SCRIPTS} == {demo.TURNS + 1}
+        assert {len(script.questions) for script in ONE_SHOTS} == {1}
 
     def test_each_turn_continues_the_one_before(self) -> None:
         conversation = Conversation(SCRIPTS[0])
@@ -113,18 +179,67 @@ class TestConversations:
         assert conversation.messages[-1]["content"] == SCRIPTS[0].questions[1]
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return tmp_path
+
+
+def transfer_config(options: list[str]) -> dict[str, Any]:
+    config = json.loads(options[options.index("--kv-transfer-config") + 1])
+    assert isinstance(config, dict)
+    return config
+
+
 class TestCommand:
-    def test_it_can_be_pasted_into_a_shell(self) -> None:
-        command = ["vllm", "serve", "model", *demo.server_options()]
-        lines = demo.shell_lines(command)
+    def test_it_can_be_pasted_into_a_shell(self, model: Path) -> None:
+        command = ["vllm", "serve", "model", *serving.server_options(model, "ctx")]
+        lines = serving.shell_lines(command)
         assert shlex.split(lines.replace("\\\n", "")) == command
         assert lines.splitlines()[1].strip().startswith("--kv-transfer-config '{")
 
-    def test_the_connector_is_named_as_documented(self) -> None:
-        options = demo.server_options()
-        transfer = json.loads(options[options.index("--kv-transfer-config") + 1])
+    def test_the_connector_is_named_as_documented(self, model: Path) -> None:
+        transfer = transfer_config(serving.server_options(model, "ctx"))
         assert transfer["kv_connector"] == "CtxOffloadConnector"
         assert transfer["kv_role"] == "kv_both"
+
+    def test_the_second_server_differs_in_the_policy_alone(self, model: Path) -> None:
+        ctx = transfer_config(serving.server_options(model, "ctx"))
+        lru = transfer_config(serving.server_options(model, "lru"))
+        assert lru["kv_connector_extra_config"].pop("eviction_policy") == "lru"
+        assert lru == ctx
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_the_pool_and_the_reservations_hold_whole_blocks(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    ) -> None:
+        monkeypatch.setattr(local_vllm, "best_dtype", lambda: dtype)
+        plan, reserved = plan_of(serving.server_options(model, "ctx"), dtype)
+        assert plan.num_slots == serving.HOST_BLOCKS
+        assert reserved == {"acme": 126, "globex": 126, NOISY: 0}
+
+
+def plan_of(options: list[str], dtype: str) -> tuple[OffloadPlan, dict[str, int]]:
+    """Returns what the connector makes of the options, and who reserves how much."""
+    extra_config = transfer_config(options)["kv_connector_extra_config"]
+    config = parse_config(extra_config)
+    block_bytes = 32 * 30 * 2 * 3 * 64 * {"bfloat16": 2, "float32": 4}[dtype]
+    plan = resolve_plan(config, ModelShape(32, 32, block_bytes, 96, 1))
+    reserved = {
+        name: account.reserved.resolve(plan.total_bytes) // block_bytes
+        for name, account in config.tenants.items()
+    }
+    return plan, reserved
+
+
+class TestVerdict:
+    def test_a_cache_that_was_kept_passes(self) -> None:
+        demo.check_kept(outcome(("acme", 97), ("globex", 98)))
+
+    def test_one_tenants_loss_fails_the_demo(self) -> None:
+        with pytest.raises(serving.DemoError, match=r"initech's prompts only 49%"):
+            demo.check_kept(outcome(("acme", 98), ("globex", 0)))
 
 
 class TestBenchmarks:

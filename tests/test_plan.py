@@ -92,10 +92,26 @@ def test_a_pool_that_holds_no_chunk_is_told(pool_bytes: int) -> None:
     )
 
 
-def test_accounts_are_checked_against_whole_chunks() -> None:
-    plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 4_000}})
-    with pytest.raises(ConfigError, match="limit = 4000 bytes below reserved = 4001"):
-        plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 4_001}})
+def test_accounts_are_checked_against_the_pool_and_the_chunk() -> None:
+    """A reservation of all that was given fits, also where a rest holds no chunk."""
+    plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 5_999}})
+    with pytest.raises(
+        ConfigError, match=r"reserve 6000 .* more than the pool of 5999"
+    ):
+        plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 6_000}})
+    plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"limit": 2_000}})
+    with pytest.raises(ConfigError, match=r"limit = 1999 .* one chunk of 2000 bytes"):
+        plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"limit": 1_999}})
+
+
+def test_accounts_are_checked_against_the_default_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(memory.DEFAULT_ENV, "40000")
+    shape = dataclasses.replace(SHAPE, num_engines=2)
+    plan_for(shape, tenants={"acme": {"reserved": 20_000}})
+    with pytest.raises(ConfigError, match="more than the pool of 20000 bytes"):
+        plan_for(shape, tenants={"acme": {"reserved": 20_001}})
 
 
 def test_a_pool_without_a_size_takes_the_published_default(

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from config_errors import WHERE, sentence
 
-from vllm_ctx_offload.config import OffloadConfig, Size, TenantConfig, parse_config
+from vllm_ctx_offload.config import (
+    OffloadConfig,
+    Size,
+    TenantConfig,
+    check_accounts,
+    parse_config,
+)
 from vllm_ctx_offload.errors import ConfigError
 
 POLICY = {
@@ -70,6 +76,74 @@ def test_an_error_in_the_file_names_the_file(tmp_path: Path) -> None:
     )
 
 
+LONG = "x" * 129
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("tenant_from: []", "tenant_from is empty, so no request"),
+        (
+            f"tenants: {{{LONG}: {{}}}}",
+            "tenants holds the name 'xxxxxxxxxxxxxxxxxxxx' of 129 characters; use",
+        ),
+        ("tenants: {'*': {weight: 2}, default: {}}", "tenants.*.weight has no effect"),
+        ("tenants: {acme: {weight: 0}}", "'tenants.acme.weight' = 0 must be greater"),
+        ("tenants: {acme: {reservd: 1}}", "tenants.acme: unknown key 'reservd'; did "),
+        ("tenants: {acme: }", "'tenants.acme' = None must be a mapping; use names"),
+    ],
+)
+def test_every_fault_of_the_file_names_the_file(
+    tmp_path: Path, text: str, rest: str
+) -> None:
+    path = write(tmp_path, text)
+    assert sentence({"policy_file": path}).startswith(f"{path}: {rest}")
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("{acme: {reserved: 101}}", "the tenants reserve 101 bytes together, 'acme' "),
+        ("{acme: {limit: 4}}", "tenant 'acme' has limit = 4 bytes, less than one chu"),
+        ("{acme: {reserved: 9, limit: 8}}", "tenant 'acme' has limit = 8 bytes below"),
+    ],
+)
+def test_accounts_of_the_file_that_do_not_fit_name_the_file(
+    tmp_path: Path, text: str, rest: str
+) -> None:
+    path = write(tmp_path, f"tenants: {text}")
+    config = parse_config({"policy_file": path})
+    with pytest.raises(ConfigError) as raised:
+        check_accounts(config, pool_bytes=100, chunk_bytes=5)
+    assert str(raised.value).startswith(f"{path}: {rest}")
+
+
+def test_inline_accounts_beside_a_file_name_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path, "load_wait_ms: 1")
+    text = sentence({"policy_file": path, "tenants": {LONG: {}}})
+    assert text.startswith(f"{WHERE}: tenants holds the name ")
+    accounts = {"acme": {"reserved": 101}}
+    config = parse_config({"policy_file": path, "tenants": accounts})
+    with pytest.raises(ConfigError, match=f"^{WHERE}: the tenants reserve 101 "):
+        check_accounts(config, pool_bytes=100, chunk_bytes=5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tenants: {acme: {weight: 1}, acme: {weight: 2}}",
+        "tenants:\n  a: {}\n  acme: {}\n  'acme': {}",
+        '{"tenants": {"x": {}}, "acme": 1, "acme": 1}',
+        "tenants: {x: {acme: 1, acme: 1}}",
+    ],
+)
+def test_a_name_that_is_declared_twice_is_an_error(tmp_path: Path, text: str) -> None:
+    """YAML would silently take the last."""
+    path = write(tmp_path, text)
+    text = sentence({"policy_file": path})
+    assert text.startswith(f"policy_file '{path}' can't be read (the key 'acme' occurs")
+
+
 def test_an_inline_error_beside_a_file_names_the_configuration(tmp_path: Path) -> None:
     path = write(tmp_path, "load_wait_ms: 1")
     text = sentence({"policy_file": path, "store_threshold": -1})
@@ -117,7 +191,7 @@ def test_a_file_that_can_not_be_parsed_is_an_error(
 ) -> None:
     path = write(tmp_path, text)
     text = sentence({"policy_file": path})
-    assert text.startswith(f"{WHERE}: policy_file '{path}' can't be read (")
+    assert text.startswith(f"policy_file '{path}' can't be read (")
     assert text.endswith(
         "; give the path of a YAML or JSON file that every vLLM process can read."
     )
@@ -130,5 +204,5 @@ def test_a_file_that_is_not_there_is_an_error(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         parse_config({"policy_file": path})
-    start = f"{WHERE}: policy_file '{Path(path)}' can't be read ("
+    start = f"policy_file '{Path(path)}' can't be read ("
     assert str(raised.value).startswith(start)

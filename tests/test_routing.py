@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -138,6 +139,57 @@ def test_no_choice_of_names_makes_two_prefixes_alike(
     assert first + one[1] != second + other[1]
     assert not first.startswith(second)
     assert not second.startswith(first)
+
+
+LOOKALIKES = [
+    *("default", "default\0", "\0default", "Default", " default", "default "),
+    *("*", "**", "acme", "acme/", "acme:x", "acme\0x", "acme\nx", "a", "a\0", "\0"),
+    *("\0\x04acme", "\0\0", ".", "..", "/", "b''", "None", "null", "0", "61"),
+    *("\xe9", "e\u0301", "\u212b", "\xc5", "A\u030a", "\u0430cme", "\u200bacme"),
+    *("\U0001f4be", "\ud83d\udcbe", "\ud83d", "\udcbe", "\xff", "\u0100"),
+    *("x" * 127, "x" * 128, "\U0001f4be" * 127, "\U0001f4be" * 128, "\0" * 128),
+]
+
+
+@pytest.mark.parametrize("wildcard", [True, False], ids=["undeclared", "declared"])
+def test_names_that_look_alike_have_namespaces_of_their_own(wildcard: bool) -> None:
+    """CASES 29: separators, NUL, unicode forms, the longest names, `default`."""
+    names = ["*"] if wildcard else [name for name in LOOKALIKES if name != "*"]
+    config = parse_config({"tenants": {name: {} for name in names}})
+    asked = LOOKALIKES if wildcard else names
+    namespaces = [make_req_context(config=config, tenant=n).namespace for n in asked]
+    assert len(set(namespaces)) == len(set(asked)) == len(asked)
+    prefixes = [make_key_prefix(namespace, 0) for namespace in namespaces]
+    for one, other in itertools.permutations(prefixes, 2):
+        assert not one.startswith(other)
+
+
+@pytest.mark.parametrize("source", ["kv_transfer_params", "cache_salt", "lora"])
+def test_a_name_is_the_same_tenant_wherever_it_comes_from(source: str) -> None:
+    config = parse_config({"tenants": {"acme": {}}, "tenant_from": [source]})
+    context = build_req_context(
+        config, "r", {"ctx": {"tenant": "acme"}}, cache_salt="acme", lora_name="acme"
+    )
+    assert (context.tenant, context.namespace) == ("acme", b"acme")
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "\U0001f4be" * 129, "default" * 100])
+def test_a_name_that_is_too_long_is_no_tenant_and_never_cut_to_another(
+    name: str,
+) -> None:
+    """It gets what a request without a name gets, not what its first part would."""
+    tenants = {name[:128]: {}, "*": {}}
+    context = make_req_context(config=parse_config({"tenants": tenants}), tenant=name)
+    assert (context.tenant, context.namespace) == ("default", b"default")
+    assert [tuple(hint) for hint in context.rejected] == [("tenant", "length")]
+
+
+@pytest.mark.parametrize("shared", ["acme", "default", "*"])
+def test_a_private_tenant_is_apart_from_the_shared_namespace(shared: str) -> None:
+    config = parse_config({"tenants": {"zeta": {}, shared: SHARED}})
+    asked = "stranger" if shared == "*" else shared
+    assert make_req_context(config=config, tenant=asked).namespace == b""
+    assert make_req_context(config=config, tenant="zeta").namespace == b"zeta"
 
 
 NAMES = st.text(st.characters(), min_size=1, max_size=128)

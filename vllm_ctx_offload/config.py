@@ -60,7 +60,10 @@ class Size(NamedTuple):
 
     def resolve(self, pool_bytes: int) -> int:
         """Returns the size in bytes for a pool of `pool_bytes`."""
-        return self.num_bytes if self.share is None else int(self.share * pool_bytes)
+        if self.share is None:
+            return self.num_bytes
+        # As it was written: 29 % of 100 are 29, not 28.999999999999996.
+        return int(Fraction(str(self.share)) * pool_bytes)
 
 
 def _parse_bytes(value: object) -> int:
@@ -112,7 +115,10 @@ class TenantConfig(BaseModel):
 
     reserved: SizeOrShare = Size(0)
     limit: SizeOrShare | None = None  # None: the whole pool
-    weight: float = Field(1.0, gt=0, le=1e9, description="use a weight above 0, as 1")
+    # Bounded, so that no ratio of sizes and weights overflows.
+    weight: float = Field(
+        1.0, ge=1e-6, le=1e9, description="use a weight above 0, as 1"
+    )
     max_priority: int = Field(100, ge=0, le=100, description="use 0 to 100")
     max_ttl_s: float = Field(3600.0, gt=0, description="use seconds above 0, as 3600")
     isolation: Literal["private", "shared"] = Field(
@@ -198,15 +204,29 @@ def parse_config(extra_config: Mapping[str, Any]) -> OffloadConfig:
 _POLICY_KEYS: Final = ("tenants", "tenant_from", "max_protected", "load_wait_ms")
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Of a tenant that is declared twice YAML would silently take the last."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the key '{name:.128}' occurs twice in one mapping")
+        return super().construct_mapping(node, deep)
+
+
 def _read_policy_file(path: Path) -> dict[str, Any]:
     try:
         # YAML is a superset of JSON: one parser reads both.
-        policy = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        policy = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     # ValueError: bytes that are no UTF-8, a path with a NUL, a date that is none.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = str(error).replace("\n", " ")
         raise ConfigError(
-            f"{_WHERE}: policy_file '{path}' can't be read ({reason}); "
+            f"policy_file '{path}' can't be read ({reason}); "
             "give the path of a YAML or JSON file that every vLLM process can read."
         ) from None
     if not isinstance(policy, dict):
@@ -236,7 +256,7 @@ _RULES: Final = {
 
 def _sentence(error: ErrorDetails, origin: Mapping[str, str]) -> str:
     location = [str(part) for part in error["loc"]]
-    if location[-1] == "[key]":
+    if location[2:] == ["[key]"] and error["type"] == "string_type":
         location.pop()  # the name of a tenant is at fault, not its account
     where = origin.get(location[0], _WHERE)
     in_account = location[0] == "tenants" and len(location) > 2
@@ -259,6 +279,13 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__} too long to show"
 
 
+def _fault(config: OffloadConfig, key: str, text: str) -> ConfigError:
+    """Returns the error that names where `key` was given: the policy file wins."""
+    path = config.policy_file
+    in_file = path and key in _read_policy_file(Path(path))
+    return ConfigError(f"{path if in_file else _WHERE}: {text}")
+
+
 def _check_combinations(config: OffloadConfig) -> None:
     if config.block_size is not None and config.blocks_per_chunk is not None:
         raise ConfigError(
@@ -266,30 +293,27 @@ def _check_combinations(config: OffloadConfig) -> None:
             f"{config.blocks_per_chunk} both set the chunk size; give only one."
         )
     if not config.tenant_from:
-        raise ConfigError(
-            f"{_WHERE}: tenant_from is empty, so no request could have a tenant; "
-            'leave it out or give ["kv_transfer_params"].'
-        )
-    _check_one_default_account(config.tenants)
+        text = "tenant_from is empty, so no request could have a tenant; leave it out "
+        raise _fault(config, "tenant_from", text + 'or give ["kv_transfer_params"].')
     for name in config.tenants:
         if not 1 <= len(name) <= 128:
-            raise ConfigError(
-                f"{_WHERE}: tenants holds the name '{name:.20}' of {len(name)} "
-                "characters; use 1 to 128."
-            )
+            text = f"tenants holds the name '{name:.20}' of {len(name)} characters; "
+            raise _fault(config, "tenants", text + "use 1 to 128.")
+    _check_one_default_account(config)
 
 
-def _check_one_default_account(tenants: Mapping[str, TenantConfig]) -> None:
+def _check_one_default_account(config: OffloadConfig) -> None:
     """What "*" says of sizes would be ignored where `default` has an account."""
-    if WILDCARD_TENANT not in tenants or DEFAULT_TENANT not in tenants:
+    if not {WILDCARD_TENANT, DEFAULT_TENANT} <= config.tenants.keys():
         return
     for key in ("reserved", "limit", "weight"):
-        if key in tenants[WILDCARD_TENANT].model_fields_set:
-            raise ConfigError(
-                f"{_WHERE}: tenants.{WILDCARD_TENANT}.{key} has no effect, because "
-                f"undeclared tenants share the account of '{DEFAULT_TENANT}', which is "
-                f"declared too; set {key} there."
+        if key in config.tenants[WILDCARD_TENANT].model_fields_set:
+            text = (
+                f"tenants.{WILDCARD_TENANT}.{key} has no effect, because undeclared "
+                f"tenants share the account of '{DEFAULT_TENANT}', which is declared "
+                f"too; set {key} there."
             )
+            raise _fault(config, "tenants", text)
 
 
 def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> None:
@@ -298,23 +322,26 @@ def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> 
     Raises:
         ConfigError: naming the tenant, the values and the fix.
     """
-    total_bytes = 0
+    # Accounts count whole chunks, so a share is one of the whole chunks that fit.
+    usable_bytes = pool_bytes - pool_bytes % chunk_bytes
     for name, tenant in config.tenants.items():
-        reserved = tenant.reserved.resolve(pool_bytes)
-        total_bytes += reserved
-        limit = pool_bytes if tenant.limit is None else tenant.limit.resolve(pool_bytes)
+        if tenant.limit is None:
+            continue
+        limit = tenant.limit.resolve(usable_bytes)
+        reserved = tenant.reserved.resolve(usable_bytes)
+        text = f"tenant '{name}' has limit = {limit} bytes"
         if limit < reserved:
-            raise ConfigError(
-                f"{_WHERE}: tenant '{name}' has limit = {limit} bytes below reserved "
-                f"= {reserved} bytes; raise the limit or lower the reservation."
-            )
+            text += f" below reserved = {reserved} bytes; raise the limit or lower "
+            raise _fault(config, "tenants", text + "the reservation.")
         if limit < chunk_bytes and tenant.store:
-            raise ConfigError(
-                f"{_WHERE}: tenant '{name}' has limit = {limit} bytes, less than one "
-                f"chunk of {chunk_bytes} bytes; raise it, or set store to false."
-            )
-    if total_bytes > pool_bytes:
-        raise ConfigError(
-            f"{_WHERE}: the tenants reserve {total_bytes} bytes together, more than "
-            f"the pool of {pool_bytes} bytes; lower them or raise cpu_bytes_to_use."
+            text += f", less than one chunk of {chunk_bytes} bytes; raise it, or set "
+            raise _fault(config, "tenants", text + "store to false.")
+    sizes = {n: t.reserved.resolve(pool_bytes) for n, t in config.tenants.items()}
+    if (total_bytes := sum(sizes.values())) > pool_bytes:
+        name = max(sizes, key=sizes.__getitem__)
+        text = (
+            f"the tenants reserve {total_bytes} bytes together, '{name}' the most with "
+            f"{sizes[name]}, more than the pool of {pool_bytes} bytes; lower them or "
+            "raise cpu_bytes_to_use."
         )
+        raise _fault(config, "tenants", text)

@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.core import HostMemoryManager
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
 
@@ -60,18 +61,20 @@ def break_planner(side: SchedulerSide, method: str) -> None:
     setattr(side.planner, method, fail)
 
 
-def store(side: SchedulerSide, request: Request) -> None:
-    """Stores a prompt of four blocks."""
+def store(side: SchedulerSide, request: Request) -> dict[str, Any] | None:
+    """Stores a prompt of whole blocks; returns its receipt."""
+    num_tokens = request.num_prompt_tokens
+    blocks = list(range(1, num_tokens // 4 + 1))
     side.on_new_request(request)
     side.lookup(request, 0)
-    side.on_allocated(request, [1, 2, 3, 4], 0)
+    side.on_allocated(request, blocks, 0)
     events = StepEvents(
-        {request.request_id: 16},
-        [TableUpdate(request.request_id, [1, 2, 3, 4], 0, replace=True)],
+        {request.request_id: num_tokens},
+        [TableUpdate(request.request_id, blocks, 0, replace=True)],
     )
-    (job,) = side.plan_step(lambda: events).stores
-    side.on_worker_report(WorkerReport(Counter([job.job_id])))
-    side.on_finished(request, [1, 2, 3, 4])
+    for job in side.plan_step(lambda: events).stores:
+        side.on_worker_report(WorkerReport(Counter([job.job_id])))
+    return side.on_finished(request, blocks)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -179,6 +182,101 @@ def test_ignored_field_is_logged_once_and_counted_each_time(
     assert counts['["hints_rejected", "ttl_s", "negative"]'] == 3
 
 
+def resident(side: SchedulerSide) -> dict[str, int]:
+    assert isinstance(side.manager, HostMemoryManager)
+    side.manager.check_invariants()
+    return side.manager.resident_by_tenant()
+
+
+def test_accounts_of_the_configuration_are_those_of_the_manager(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    """A pool of 16 chunks of 10 bytes: `acme` may hold 3, the others what is left."""
+    tenants = {"acme": {"limit": "20%", "reserved": 10}, "*": {"weight": 2}}
+    side = make_side(tenants=tenants)
+    for name in ("acme", "stranger"):
+        store(side, make_request(16, name, {"ctx": {"tenant": name}}))
+    assert resident(side) == {"acme": 3, "default": 4}
+
+
+def test_what_finds_no_place_is_on_the_receipt_with_the_reason(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    side = make_side(tenants={"acme": {"limit": 20}})
+    params = {"ctx": {"tenant": "acme", "receipt": True}}
+    assert store(side, make_request(16, params=params)) == {
+        "ctx": {
+            "tenant": "acme",
+            "priority": 35,
+            "lookup_tokens": 16,
+            "loaded_tokens": 0,
+            "stored_tokens": 8,
+            "rejected_tokens": 8,
+            "rejected_reason": "limit",
+        }
+    }
+    assert side.take_stats()['["rejected_stores", "acme", "limit"]'] == 2
+
+
+@pytest.mark.parametrize(
+    ("max_protected", "num_protected", "num_counted"),
+    [("0%", 0, 1), ("13%", 2, 1), ("100%", 4, 0)],
+)
+def test_no_more_than_the_budget_is_protected_and_the_rest_is_counted(
+    make_side: MakeSide,
+    make_request: MakeRequest,
+    max_protected: str,
+    num_protected: int,
+    num_counted: int,
+) -> None:
+    side = make_side(max_protected=max_protected)
+    side.on_new_request(request := make_request(16, params={"ctx": {"priority": 80}}))
+    events = StepEvents({"r": 16}, [TableUpdate("r", [1, 2, 3, 4], 0, replace=True)])
+    side.plan_step(lambda: events)
+    assert request.num_prompt_tokens == 16
+    assert isinstance(side.manager, HostMemoryManager)
+    assert side.manager.num_protected == num_protected
+    counts = side.take_stats()
+    assert counts.get('["hints_rejected", "priority", "budget"]', 0) == num_counted
+
+
+def test_decode_priority_begins_where_the_prompt_ends(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    """1. Four blocks of prompt are stored, at the default; 2. then one of decoding."""
+    side = make_side(offload_prompt_only=False)
+    request = make_request(16, params={"ctx": {"decode_priority": 80}})
+    side.on_new_request(request)
+    table = [TableUpdate("r", [1, 2, 3, 4, 5], 0, replace=True)]
+    side.plan_step(lambda: StepEvents({"r": 16}, table))
+    assert isinstance(side.manager, HostMemoryManager)
+    assert side.manager.num_protected == 0
+    request.num_computed_tokens = 16
+    request.append_output_token_ids([100, 101, 102, 103])
+    side.plan_step(lambda: StepEvents({"r": 4}))
+    assert side.manager.num_protected == 1
+    assert resident(side) == {"default": 5}
+
+
+@pytest.mark.parametrize("policy", ["ctx", "lru"])
+def test_lru_ignores_limits_and_priorities_but_not_whose_keys_they_are(
+    make_side: MakeSide, make_request: MakeRequest, policy: str
+) -> None:
+    tenants = {"acme": {"limit": 10}, "zeta": {"load": False}}
+    side = make_side(tenants=tenants, eviction_policy=policy)
+    params = {"ctx": {"tenant": "acme", "priority": 80}}
+    store(side, make_request(16, params=params))
+    assert isinstance(side.manager, HostMemoryManager)
+    plain = policy == "lru"
+    assert resident(side)["acme"] == (4 if plain else 1)
+    assert side.manager.num_protected == (0 if plain else 1)
+    num_hit = 16 if plain else 4
+    assert side.lookup(make_request(20, "own", params), 0) == (num_hit, True)
+    for name in ("zeta", "stranger"):
+        other = make_request(20, name, {"ctx": {"tenant": name}})
+        assert side.lookup(other, 0) == (0, False)
+
+
 def test_context_takes_what_the_request_says_of_itself(
     make_side: MakeSide, make_request: MakeRequest
 ) -> None:
@@ -188,6 +286,7 @@ def test_context_takes_what_the_request_says_of_itself(
     context = side.planner._states["r"].req_context
     assert (context.tenant, context.namespace) == ("acme", b"acme")
     assert context.hints.session == "s-1"
+    assert context.num_prompt_tokens == 20
 
 
 def test_threshold_puts_the_filter_before_the_manager(

@@ -222,14 +222,15 @@ class TestConnector:
         """CONTRACT 16."""
         assert self.make().requires_kv_delivery is False
 
-    def test_start_says_the_plan_and_what_has_no_effect_yet(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        extra = {"cpu_bytes_to_use": "1MiB", "max_protected": "10%"}
+    def test_start_says_the_plan(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
-            self.make(extra=extra)
-        assert "chunks of 32 tokens" in caplog.text
-        assert "no effect yet: max_protected." in caplog.text
+            self.make(extra={"cpu_bytes_to_use": "1MiB"})
+        assert "plan: chunks of 32 tokens (16.00 KiB), 64 slots" in caplog.text
+
+    def test_accounts_that_do_not_fit_the_pool_stop_the_start(self) -> None:
+        tenants = {"acme": {"reserved": "2MiB"}}
+        with pytest.raises(ConfigError, match=r"'acme' the most with 2097152, more"):
+            self.make(extra={"cpu_bytes_to_use": "1MiB", "tenants": tenants})
 
     def test_hooks_of_the_other_side_are_a_mistake(self) -> None:
         connector = self.make()

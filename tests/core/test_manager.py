@@ -1,13 +1,15 @@
-"""The life cycle of chunks; every test runs bare and behind a reuse filter."""
+"""The life cycle of chunks; every test runs bare, in a reuse filter, as plain LRU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from helpers import EMPTY_CONTEXT, make_chain
 from manager_probe import (
+    KINDS,
     LOOKUP_MISS,
     Checked,
-    ChunkState,
     chunk_states,
     make_checked,
     resident_keys,
@@ -15,7 +17,7 @@ from manager_probe import (
 )
 
 from vllm_ctx_offload.context import ReqContext
-from vllm_ctx_offload.core import LookupResult, StoreGrant
+from vllm_ctx_offload.core import ChunkState, LookupResult, StoreGrant
 
 CHAIN = make_chain(3)
 ACME = ReqContext(request_id="1", tenant="acme")
@@ -80,16 +82,16 @@ def test_resident_and_pending_chunks_are_not_granted_again(manager: Checked) -> 
     manager.prepare_store(CHAIN[:2], ACME)
     assert manager.prepare_store(CHAIN, ZETA) == StoreGrant((2,), (2,), 0)
     assert chunk_states(manager.inner) == [
-        ChunkState(CHAIN[2], "zeta", pins=1, ready=False, doomed=False),
-        ChunkState(CHAIN[1], "acme", pins=1, ready=False, doomed=False),
-        ChunkState(CHAIN[0], "acme", pins=0, ready=True, doomed=False),
+        ChunkState(CHAIN[2], 2, "zeta", pins=1, ready=False, doomed=False),
+        ChunkState(CHAIN[1], 1, "acme", pins=1, ready=False, doomed=False),
+        ChunkState(CHAIN[0], 0, "acme", pins=0, ready=True, doomed=False),
     ]
 
 
 def test_what_finds_no_place_is_cut_from_the_tail(manager: Checked) -> None:
     long_chain = make_chain(11)
     grant = manager.prepare_store(long_chain, EMPTY_CONTEXT)
-    assert grant == StoreGrant(tuple(range(8)), tuple(range(8)), 3)
+    assert grant == StoreGrant(tuple(range(8)), tuple(range(8)), 3, "full")
 
 
 def test_loads_return_the_slots_that_the_store_was_given(manager: Checked) -> None:
@@ -202,7 +204,9 @@ def test_a_chain_larger_than_the_pool_keeps_its_head(manager: Checked) -> None:
     """CASES 22: its own chunks are no room for its tail."""
     chain = make_chain(10)
     manager.store(chain[:8], EMPTY_CONTEXT)
-    assert manager.prepare_store(chain, EMPTY_CONTEXT) == StoreGrant((), (), 2)
+    assert manager.prepare_store(chain, EMPTY_CONTEXT) == StoreGrant(
+        (), (), 2, "full"
+    )
     assert manager.lookup(chain, EMPTY_CONTEXT) == LookupResult(8, pending=False)
 
 
@@ -211,7 +215,7 @@ def test_a_refused_store_evicts_nothing_and_counts_as_a_use(manager: Checked) ->
     manager.store(chain[:8], EMPTY_CONTEXT)
     manager.prepare_load(chain[:8], EMPTY_CONTEXT)
     assert manager.prepare_store([chain[0], b"x"], EMPTY_CONTEXT) == StoreGrant(
-        (), (), 1
+        (), (), 1, "full"
     )
     assert resident_keys(manager.inner) == [*reversed(chain[:8])]
     assert manager.inner._stats.take() == {}
@@ -304,7 +308,7 @@ def test_reset_forgets_all_and_waits_for_what_is_pinned(manager: Checked) -> Non
     manager.prepare_load(CHAIN[:1], ACME)
     manager.reset()
     assert chunk_states(manager.inner) == [
-        ChunkState(CHAIN[0], "acme", pins=1, ready=True, doomed=True)
+        ChunkState(CHAIN[0], 0, "acme", pins=1, ready=True, doomed=True)
     ]
     manager.complete_load(CHAIN[:1], ACME)
     assert (manager.inner.num_resident, manager.inner.num_pinned) == (0, 0)
@@ -318,10 +322,10 @@ def test_completions_may_come_after_the_request_has_ended(manager: Checked) -> N
     assert manager.lookup(CHAIN, ZETA) == LookupResult(3, pending=False)
 
 
-@pytest.mark.parametrize("kind", ["bare", "filter0", "filter1"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pool_without_slots_refuses_everything(kind: str) -> None:
     manager = make_checked(kind, 0)
-    assert manager.prepare_store(CHAIN, EMPTY_CONTEXT) == StoreGrant((), (), 3)
+    assert manager.prepare_store(CHAIN, EMPTY_CONTEXT) == StoreGrant((), (), 3, "full")
     assert manager.lookup(CHAIN, EMPTY_CONTEXT) == LOOKUP_MISS
     manager.reset()
 
@@ -329,18 +333,28 @@ def test_a_pool_without_slots_refuses_everything(kind: str) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda chunk: setattr(chunk, "pins", -1),
-        lambda chunk: setattr(chunk, "ready", False),
-        lambda chunk: setattr(chunk, "doomed", True),
-        lambda chunk: setattr(chunk, "pins", 1),
-        lambda chunk: setattr(chunk, "slot", 0),
+        lambda manager, slot: manager._pins.update({slot: -1}),
+        lambda manager, slot: manager._pins.update({slot: 1}),
+        lambda manager, slot: manager._ready[CHAIN[1][-1]].pop(CHAIN[1]),
+        lambda manager, slot: manager._doomed.update({CHAIN[1]: slot}),
+        lambda manager, slot: manager._table.run(slot).chunks.update({CHAIN[1]: 0}),
+        lambda manager, slot: setattr(manager._table.run(slot), "priority", 36),
+        lambda manager, slot: setattr(manager._table.run(slot).account, "resident", 9),
     ],
-    ids=["pins below 0", "neither stored nor ready", "undead", "miscounted", "slot"],
+    ids=[
+        "pins below 0",
+        "miscounted pins",
+        "neither stored nor ready",
+        "undead",
+        "one slot for two",
+        "protection not counted",
+        "miscounted residents",
+    ],
 )
-def test_check_invariants_sees_damage(damage: object) -> None:
+def test_check_invariants_sees_damage(damage: Any) -> None:
     manager = make_checked("bare", 4)
     manager.store(CHAIN, EMPTY_CONTEXT)
     manager.inner.check_invariants()
-    damage(manager.inner._chunks[CHAIN[1]])
+    damage(manager.inner, 1)
     with pytest.raises(AssertionError):
         manager.inner.check_invariants()

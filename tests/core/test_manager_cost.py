@@ -1,74 +1,164 @@
-"""What calls cost, counted in chunks looked at, and a long run at full occupancy."""
+"""P8: what calls cost, counted in executed lines; a long run at full occupancy."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from core.counted import count_lines
 from helpers import EMPTY_CONTEXT
+from manager_probe import FakeClock, make_manager, store
 
-from vllm_ctx_offload.context import ReqContext
-from vllm_ctx_offload.core import HostMemoryManager, StoreGrant
-from vllm_ctx_offload.core.policy import ChainLru, Chunk
-from vllm_ctx_offload.stats import OffloadStats
+from vllm_ctx_offload.context import Hints, ReqContext
+from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, StoreGrant
 
 MILLION = 1_000_000
+CHAIN_LENGTH = 10
+SIZES = (100, 10_000, 100_000)
+HINTS = Hints(session="s", priority=90, ttl_s=500, expected_reuse_s=500)
 
 
-class CountingLru(ChainLru):
-    """Counts the chunks that anybody walks over."""
-
-    num_walked = 0
-
-    def items(self) -> Iterator[tuple[bytes, Chunk]]:
-        for item in super().items():
-            self.num_walked += 1
-            yield item
-
-
-def make_manager(num_slots: int) -> tuple[HostMemoryManager, CountingLru, list[bytes]]:
-    """Returns a full manager of single-chunk chains, all still being stored."""
-    manager = HostMemoryManager(num_slots, OffloadStats())
-    lru = manager._chunks = CountingLru()
-    keys = [index.to_bytes(4, "big") for index in range(num_slots)]
-    manager.prepare_store([*reversed(keys)], EMPTY_CONTEXT)
-    return manager, lru, keys
-
-
-@pytest.mark.parametrize("num_slots", [100, 100_000])
-def test_a_store_walks_over_nothing_when_all_chunks_are_pinned(num_slots: int) -> None:
-    """CASES 26: counted, so it holds for any size."""
-    manager, lru, _ = make_manager(num_slots)
-    assert manager.prepare_store([b"x", b"y"], EMPTY_CONTEXT) == StoreGrant((), (), 2)
-    assert lru.num_walked == 0
+def full_manager(
+    num_slots: int, *, pinned: bool = False, hints: Hints | None = None
+) -> HostMemoryManager:
+    """Returns a full pool of chains that three tenants used in turn."""
+    clock = FakeClock()
+    accounts = {name: AccountTerms() for name in ("acme", "zeta")}
+    manager = make_manager(
+        num_slots, accounts=accounts, max_protected=num_slots // 3, clock=clock
+    )
+    for number in range(num_slots // CHAIN_LENGTH):
+        clock.now += 0.001
+        tenant = ("default", "acme", "zeta")[number % 3]
+        context = ReqContext(str(number), tenant=tenant, hints=hints or Hints())
+        chain = chain_of(number)
+        if pinned:
+            manager.prepare_store(chain, context)
+        else:
+            store(manager, chain, context)
+    return manager
 
 
-@pytest.mark.parametrize("num_slots", [100, 100_000])
-@pytest.mark.parametrize("num_pinned", [0, 10])
-def test_eviction_walks_over_its_victims_and_the_pinned_only(
-    num_slots: int, num_pinned: int
+def chain_of(number: int) -> list[bytes]:
+    return [b"%d/%d" % (number, depth) for depth in range(CHAIN_LENGTH)]
+
+
+def flat(works: list[int], slack: float = 1.2) -> bool:
+    """Whether the largest pool costs no more than the smallest, but for chance."""
+    return works[-1] <= slack * works[0] + 5
+
+
+CALLS: dict[str, Callable[[HostMemoryManager, ReqContext], object]] = {
+    "lookup": lambda manager, context: manager.lookup(chain_of(3), context),
+    "touch": lambda manager, context: manager.touch(chain_of(3), context),
+    "prepare_load": lambda manager, context: manager.prepare_load(chain_of(3), context),
+    "store": lambda manager, context: store(manager, [b"x", b"y"], context),
+    "store a long chain": lambda manager, context: store(
+        manager, chain_of(-1) + chain_of(-2), context
+    ),
+    "remove": lambda manager, context: manager.remove(chain_of(5), context),
+    "finish": lambda manager, context: manager.on_request_finished(context),
+}
+
+
+@pytest.fixture(scope="module")
+def managers() -> list[HostMemoryManager]:
+    return [full_manager(size) for size in SIZES]
+
+
+@pytest.fixture(scope="module")
+def hinted_managers() -> list[HostMemoryManager]:
+    return [full_manager(size, hints=HINTS) for size in SIZES]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("hints", [Hints(), HINTS], ids=["plain", "hints"])
+def test_no_call_costs_more_in_a_larger_pool(
+    managers: list[HostMemoryManager], name: str, hints: Hints
 ) -> None:
-    """CASES 26, P8: the walk is as long in a pool a thousand times the size."""
-    manager, lru, keys = make_manager(num_slots)
-    manager.complete_store(keys[num_pinned:], EMPTY_CONTEXT)
-    assert manager.prepare_store([b"x", b"y"], EMPTY_CONTEXT).num_rejected == 0
-    assert lru.num_walked == num_pinned + 2
-    assert keys[num_pinned + 1] not in lru
-    assert keys[num_pinned + 2] in lru
+    context = ReqContext(request_id="r", tenant="acme", hints=hints)
+    works = [
+        count_lines(lambda m=manager: CALLS[name](m, context)) for manager in managers
+    ]
+    assert flat(works), works
 
 
-def test_calls_that_evict_nothing_walk_over_nothing() -> None:
-    """P8."""
-    manager, lru, keys = make_manager(1_000)
-    manager.complete_store(keys, EMPTY_CONTEXT)
-    manager.lookup(keys[:5], EMPTY_CONTEXT)
-    manager.touch(keys[:5], EMPTY_CONTEXT)
-    manager.prepare_load(keys[:5], EMPTY_CONTEXT)
-    manager.complete_load(keys[:5], EMPTY_CONTEXT)
-    manager.remove(keys[:5], EMPTY_CONTEXT)
-    manager.prepare_store([b"x", b"y"], EMPTY_CONTEXT)
-    assert lru.num_walked == 0
+@pytest.mark.parametrize("name", CALLS)
+def test_no_call_costs_more_where_all_gave_hints(
+    hinted_managers: list[HostMemoryManager], name: str
+) -> None:
+    """Estimates, priorities that end, and a budget that is used up."""
+    context = ReqContext(request_id="r", tenant="acme", hints=HINTS)
+    works = [
+        count_lines(lambda m=manager: CALLS[name](m, context))
+        for manager in hinted_managers
+    ]
+    assert flat(works), works
+
+
+def test_when_all_ends_at_once_a_call_does_a_bounded_part_of_it() -> None:
+    """Ten thousand priorities and estimates that pass while nobody calls."""
+    manager = full_manager(100_000, hints=HINTS)
+    clock: Any = manager._clock
+    num_before = manager.num_protected
+    clock.now += 1_000
+    works, protected = [], [num_before]
+    for number in range(20):
+        context = ReqContext(request_id="r", tenant="acme")
+        works.append(
+            count_lines(lambda n=number: store(manager, [b"new%d" % n], context))
+        )
+        protected.append(manager.num_protected)
+    assert max(works) < 60 * 256
+    assert protected[0] > protected[10] > protected[20]
+
+
+@pytest.mark.parametrize("num_slots", SIZES)
+def test_a_store_costs_nothing_when_all_chunks_are_pinned(num_slots: int) -> None:
+    """CASES 26: not one run is looked at, in a pool of any size."""
+    manager = full_manager(num_slots, pinned=True)
+    chain = [b"x", b"y"]
+    work = count_lines(lambda: manager.prepare_store(chain, EMPTY_CONTEXT))
+    assert work < 600  # what the call itself takes
+    refused = manager.prepare_store(chain, EMPTY_CONTEXT)
+    assert refused == StoreGrant((), (), 2, "full")
+
+
+@pytest.mark.parametrize("num_pinned", [0, 50])
+def test_eviction_passes_over_the_pinned_only(num_pinned: int) -> None:
+    """CASES 26: by the run, however many chunks it has, and by no other run."""
+    works = []
+    for size in SIZES[:2]:
+        manager = full_manager(size)
+        oldest = [chain_of(3 * number) for number in range(num_pinned // CHAIN_LENGTH)]
+        for chain in oldest if size > 100 else oldest[:3]:
+            manager.prepare_load(chain, EMPTY_CONTEXT)
+        works.append(count_lines(lambda m=manager: store(m, [b"x"], EMPTY_CONTEXT)))
+    assert works[1] <= works[0] + 20 * (num_pinned // CHAIN_LENGTH)
+
+
+def test_hints_cost_by_the_request_and_not_by_the_chunk() -> None:
+    """A release of a session that holds everything takes as long as one of a chain."""
+    works = []
+    for length in (10, 1_000):
+        manager = make_manager(length)
+        hints = Hints(session="s", release=True)
+        context = ReqContext(request_id="r", hints=hints)
+        store(manager, [b"%d" % index for index in range(length)], context)
+        works.append(
+            count_lines(lambda m=manager, c=context: m.on_request_finished(c))
+        )
+    assert works[0] == works[1]
+
+
+OTHER_HINTS = (
+    Hints(priority=80, ttl_s=20),
+    Hints(session="s", priority=60, ttl_s=5, release=True),
+    Hints(session="s", expected_reuse_s=3),
+    Hints(priority=10, expected_reuse_s=8, release=True),
+)
 
 
 class RandomLoad:
@@ -76,10 +166,22 @@ class RandomLoad:
 
     def __init__(self, seed: int, num_slots: int) -> None:
         self.random = random.Random(seed)
-        self.manager = HostMemoryManager(num_slots, OffloadStats())
+        self.clock = FakeClock()
+        self.manager = make_manager(
+            num_slots,
+            accounts={
+                "tenant1": AccountTerms(reserved=8, limit=20),
+                "tenant2": AccountTerms(reserved=4, weight=3.0),
+                "tenant3": AccountTerms(limit=6),
+            },
+            max_protected=num_slots // 3,
+            clock=self.clock,
+        )
         self.contexts = [
-            ReqContext(request_id=str(index), tenant=f"tenant{index}")
-            for index in range(4)
+            ReqContext(
+                request_id=str(index), tenant=f"tenant{index % 4}", hints=hints
+            )
+            for index, hints in enumerate([*[Hints()] * 4, *OTHER_HINTS])
         ]
         self.chains = [
             [f"{index // 2 ** (6 - depth)}/{depth}".encode() for depth in range(6)]
@@ -91,6 +193,7 @@ class RandomLoad:
 
     def step(self) -> None:
         rand, manager = self.random, self.manager
+        self.clock.now += rand.random()
         context = rand.choice(self.contexts)
         keys = rand.choice(self.chains)[: rand.randrange(1, 7)]
         op = rand.randrange(60)
@@ -105,8 +208,10 @@ class RandomLoad:
                 self.loads.append(keys[:num_ready])
         elif op < 58:
             manager.touch(keys, context)
-        else:
+        elif op < 59:
             manager.remove(keys, context)
+        else:
+            manager.on_request_finished(context)
         self.num_operations += len(keys)
         self._complete_some(context)
 

@@ -1,12 +1,15 @@
-"""`HostMemoryManager` against a naive model, and against an LRU of another kind."""
+"""`HostMemoryManager` against a naive model of the whole policy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from helpers import EMPTY_CONTEXT, make_chain
-from hypothesis import given, settings
+from core.naive_manager import NaiveManager
+from core.strategies import CHAINS, HINTS, TENANTS
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,83 +18,142 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from manager_probe import NaiveManager, chunk_states, resident_keys, snapshot
+from manager_probe import FakeClock, snapshot
 
-from vllm_ctx_offload.context import ReqContext
-from vllm_ctx_offload.core import HostMemoryManager, StoreGrant
+from vllm_ctx_offload.context import Hints, ReqContext
+from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
 from vllm_ctx_offload.stats import OffloadStats
 
-CONTEXTS = st.sampled_from(
-    [ReqContext(request_id=name, tenant=name) for name in ("acme", "zeta", "default")]
-)
-# Heads in common of no, one and three chunks.
-CHAINS = st.builds(
-    make_chain,
-    st.integers(0, 6),
-    st.sampled_from("xyz"),
-    shared=st.sampled_from([0, 1, 3]),
-)
+
+@st.composite
+def policies(draw: st.DrawFn, num_slots: int) -> PolicyConfig:
+    accounts, unreserved = {}, num_slots
+    for tenant in TENANTS:
+        reserved = draw(st.integers(0, min(4, unreserved)))
+        unreserved -= reserved
+        limit = draw(st.one_of(st.none(), st.integers(max(reserved, 1), 9)))
+        accounts[tenant] = AccountTerms(
+            reserved=reserved,
+            limit=limit,
+            weight=draw(st.sampled_from([1.0, 2.0, 3.0])),
+            base_priority=draw(st.sampled_from([35, 35, 20])),
+        )
+    return PolicyConfig(
+        accounts=accounts,
+        max_protected=draw(st.integers(0, 6)),
+        tokens_per_chunk=draw(st.integers(1, 2)),
+        plain_lru=draw(st.sampled_from([False, False, False, True])),
+    )
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """P1, P5, CASES 22, 23, 25: calls in any order do what the naive model does."""
+    """P1 to P5, CASES 22, 23, 25, 40, 41: any calls do what the naive model does."""
 
-    @initialize(num_slots=st.integers(0, 12))
-    def start(self, num_slots: int) -> None:
+    @initialize(data=st.data(), num_slots=st.integers(0, 14))
+    def start(self, data: st.DataObject, num_slots: int) -> None:
+        self.clock = FakeClock()
+        policy = data.draw(policies(num_slots))
         self.stats = OffloadStats()
-        self.manager = HostMemoryManager(num_slots, self.stats)
-        self.naive = NaiveManager(num_slots)
+        self.manager = HostMemoryManager(num_slots, self.stats, policy, self.clock)
+        self.naive = NaiveManager(num_slots, policy, self.clock)
+        self.num_requests = 0
+        self.live: list[ReqContext] = []
         self.stores: list[tuple[Sequence[bytes], ReqContext]] = []
         self.loads: list[tuple[Sequence[bytes], ReqContext]] = []
+        for tenant in TENANTS:
+            self.add_request(tenant, Hints(), None)
 
-    @rule(keys=CHAINS, context=CONTEXTS)
-    def lookup(self, keys: list[bytes], context: ReqContext) -> None:
-        assert self.manager.lookup(keys, context) == self.naive.lookup(keys)
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        hints=HINTS,
+        num_prompt_tokens=st.sampled_from([None, 3]),
+    )
+    def add_request(
+        self, tenant: str, hints: Hints, num_prompt_tokens: int | None
+    ) -> None:
+        self.num_requests += 1
+        context = ReqContext(
+            request_id=str(self.num_requests),
+            tenant=tenant,
+            hints=hints,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+        self.live.append(context)
+        self.manager.on_new_request(context)
 
-    @rule(keys=CHAINS, context=CONTEXTS)
-    def touch(self, keys: list[bytes], context: ReqContext) -> None:
+    def any_request(self, data: st.DataObject) -> ReqContext:
+        # The latest first: those that a shrunk example needs have hints.
+        return self.live[-1 - data.draw(st.integers(0, len(self.live) - 1))]
+
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(data=st.data())
+    def finish_request(self, data: st.DataObject) -> None:
+        context = self.any_request(data)
+        self.live.remove(context)
+        self.manager.on_request_finished(context)
+        self.naive.finish(context)
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @rule(keys=CHAINS, data=st.data())
+    def lookup(self, keys: list[bytes], data: st.DataObject) -> None:
+        found = self.manager.lookup(keys, self.any_request(data))
+        assert found == self.naive.lookup(keys)
+
+    @rule(keys=CHAINS, data=st.data())
+    def touch(self, keys: list[bytes], data: st.DataObject) -> None:
+        context = self.any_request(data)
         self.manager.touch(keys, context)
-        self.naive.touch(keys)
+        self.naive.touch(keys, context)
 
-    @rule(keys=CHAINS, context=CONTEXTS)
-    def prepare_store(self, keys: list[bytes], context: ReqContext) -> None:
-        in_use = {record.slot for record in self.naive.records}
+    @rule(keys=CHAINS, data=st.data(), ends=st.booleans())
+    def prepare_store(self, keys: list[bytes], data: st.DataObject, ends: bool) -> None:
+        context = self.any_request(data)
         grant = self.manager.prepare_store(keys, context)
-        expected = self.naive.prepare_store(keys, context.tenant)
+        expected = self.naive.prepare_store(keys, context)
         assert grant == expected._replace(slots=grant.slots)
-        in_use -= {slot for slot in in_use if not self._holds(slot)}
+        taken = {record.slot for record in self.naive.records}
         assert len({*grant.slots}) == len(grant.slots) == len(grant.indices)
-        assert not in_use & {*grant.slots}
+        assert not taken & {*grant.slots}
         assert {*grant.slots} <= {*range(self.naive.num_slots)}
         for index, slot in zip(grant.indices, grant.slots, strict=True):
             self.naive.find(keys[index]).slot = slot
         if grant.indices:
             self.stores.append(([keys[index] for index in grant.indices], context))
+            if ends:
+                self.end_store(-1, success=True)
 
-    def _holds(self, slot: int) -> bool:
-        return any(record.slot == slot for record in self.naive.records)
+    def end_store(self, index: int, *, success: bool) -> None:
+        keys, context = self.stores.pop(index)
+        self.manager.complete_store(keys, context, success)
+        self.naive.complete_store(keys, success)
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), success=st.booleans(), partly=st.booleans())
     def complete_store(self, data: st.DataObject, success: bool, partly: bool) -> None:
         index = data.draw(st.integers(0, len(self.stores) - 1))
-        keys, context = self.stores.pop(index)
+        keys, context = self.stores[index]
         if partly and len(keys) > 1:
+            self.stores[index] = (keys[:1], context)
             self.stores.append((keys[1:], context))
-            keys = keys[:1]
-        self.manager.complete_store(keys, context, success)
-        self.naive.complete_store(keys, success)
+        self.end_store(index, success=success)
 
-    @rule(keys=CHAINS, context=CONTEXTS)
-    def prepare_load(self, keys: list[bytes], context: ReqContext) -> None:
-        if self.naive.lookup(keys).num_ready < len(keys):
+    @rule(keys=CHAINS, data=st.data())
+    def prepare_load(self, keys: list[bytes], data: st.DataObject) -> None:
+        context = self.any_request(data)
+        num_ready = self.naive.lookup(keys).num_ready
+        if num_ready < len(keys):
             before = snapshot(self.manager)
             with pytest.raises(KeyError):
                 self.manager.prepare_load(keys, context)
             assert snapshot(self.manager) == before
-            return
-        assert self.manager.prepare_load(keys, context) == self.naive.prepare_load(keys)
-        self.loads.append((keys, context))
+        keys = keys[:num_ready]
+        slots = self.manager.prepare_load(keys, context)
+        assert slots == self.naive.prepare_load(keys)
+        if keys:
+            self.loads.append((keys, context))
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
@@ -101,29 +163,67 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.complete_load(keys, context)
         self.naive.complete_load(keys)
 
-    @rule(keys=CHAINS, context=CONTEXTS)
-    def remove(self, keys: list[bytes], context: ReqContext) -> None:
-        self.manager.remove(keys, context)
+    @rule(keys=CHAINS, data=st.data())
+    def remove(self, keys: list[bytes], data: st.DataObject) -> None:
+        self.manager.remove(keys, self.any_request(data))
         self.naive.remove(keys)
 
+    @precondition(lambda self: self.num_requests > 8)
     @rule()
     def reset(self) -> None:
         self.manager.reset()
         self.naive.remove([record.key for record in self.naive.records])
 
     @invariant()
-    def both_hold_the_same_in_the_same_order(self) -> None:
+    def both_hold_the_same(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.manager.check_invariants()
-        assert chunk_states(self.manager) == self.naive.states()
-        assert self.manager.num_resident == len(self.naive.records)
-        pinned = sum(bool(record.pins) for record in self.naive.records)
-        assert self.manager.num_pinned == pinned
+        manager, naive = self.manager, self.naive
+        manager.check_invariants()
+        assert {*manager.chunks()} == {record.state for record in naive.records}
+        assert manager.resident_by_tenant() == {
+            tenant: naive.resident(tenant) for tenant in TENANTS
+        }
+        assert self.what_is_kept() == self.what_should_be_kept()
         expected = OffloadStats()
-        for _, whose, for_whom in self.naive.victims:
-            expected.count("evicted_chunks", whose, for_whom)
+        for (whose, for_whom), count in naive.evicted.items():
+            expected.count("evicted_chunks", whose, for_whom, by=count)
+        if naive.num_over_budget:
+            expected.count(
+                "hints_rejected", "priority", "budget", by=naive.num_over_budget
+            )
         assert self.stats._counts == expected._counts
+
+    def what_is_kept(self) -> list[tuple[Any, ...]]:
+        """Returns the chunks in the order of use, with what the policy knows of each.
+
+        Chooses no victims, because that may bring things up to date.
+        """
+        return [
+            (
+                *(key, run.used_at, run.session and run.session.key, run.priority),
+                math.inf if run.expires_at is None else run.expires_at,
+                self.still_ahead(run.expected_at),
+            )
+            for run in sorted(self.manager._table, key=lambda run: run.rank)
+            for key in reversed(run.chunks)
+            if key not in self.manager._doomed
+        ]
+
+    def what_should_be_kept(self) -> list[tuple[Any, ...]]:
+        return [
+            (
+                *(record.key, record.used_at, record.session, record.priority),
+                record.expires_at,
+                self.still_ahead(record.expected_at),
+            )
+            for record in sorted(self.naive.records, key=lambda record: record.used)
+            if not record.doomed
+        ]
+
+    def still_ahead(self, expected_at: float | None) -> float | None:
+        is_ahead = expected_at is not None and expected_at > self.clock.now
+        return expected_at if is_ahead else None
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -132,73 +232,18 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.complete_store(keys, context)
         for keys, context in self.loads:
             self.manager.complete_load(keys, context)
-        assert self.manager.num_pinned == 0
+        for context in self.live:
+            self.manager.on_request_finished(context)
         self.manager.check_invariants()
+        assert self.manager.num_pinned == 0
+        assert self.manager._policy._segments == {}
+        self.manager.reset()
+        self.manager.check_invariants()
+        assert (self.manager.num_resident, self.manager.num_protected) == (0, 0)
+        assert self.manager._table._sessions == {}
 
 
 TestManagerAgainstModel = ManagerMachine.TestCase
 TestManagerAgainstModel.settings = settings(
-    deadline=None, max_examples=100, stateful_step_count=40
+    deadline=None, max_examples=150, stateful_step_count=40
 )
-
-
-def victims_by_timestamp(
-    uses: Sequence[Sequence[bytes]], num_slots: int
-) -> list[set[bytes]]:
-    """Returns what each use of a chain evicts, by time stamps in place of an order.
-
-    All chunks of a chain are stamped with the time of its use and their depth.
-    """
-    stamps: dict[bytes, tuple[int, int]] = {}
-    victims = []
-    for time, chain in enumerate(uses):
-        evicted = set()
-        for depth, key in enumerate(chain):
-            if key in stamps:
-                stamps[key] = (time, -depth)
-        for depth, key in enumerate(chain):
-            if key not in stamps and len(stamps) == num_slots:
-                oldest = min(stamps, key=stamps.__getitem__)
-                if oldest in chain:
-                    break
-                evicted.add(oldest)
-                del stamps[oldest]
-            stamps[key] = (time, -depth)
-        victims.append(evicted)
-    return victims
-
-
-@settings(deadline=None, max_examples=200)
-@given(num_slots=st.integers(1, 12), uses=st.lists(CHAINS, max_size=40))
-def test_without_hints_victims_are_exactly_those_of_chain_aware_lru(
-    num_slots: int, uses: list[list[bytes]]
-) -> None:
-    """P1, CASES 23."""
-    manager = HostMemoryManager(num_slots, OffloadStats())
-    victims = []
-    for chain in uses:
-        before = {*resident_keys(manager)}
-        grant = manager.prepare_store(chain, EMPTY_CONTEXT)
-        manager.complete_store([chain[i] for i in grant.indices], EMPTY_CONTEXT)
-        victims.append(before - {*resident_keys(manager)})
-        manager.check_invariants()
-    assert victims == victims_by_timestamp(uses, num_slots)
-
-
-@settings(deadline=None)
-@given(num_slots=st.integers(1, 6), names=st.lists(st.integers(0, 9), max_size=60))
-def test_chains_of_one_chunk_are_evicted_one_by_one_in_order_of_use(
-    num_slots: int, names: list[int]
-) -> None:
-    """P1: the whole sequence, against the textbook."""
-    manager, expected, order = HostMemoryManager(num_slots, OffloadStats()), [], []
-    granted = []
-    for name in names:
-        key = bytes([name])
-        grant = manager.prepare_store([key], EMPTY_CONTEXT)
-        manager.complete_store([key] * len(grant.indices), EMPTY_CONTEXT)
-        granted.append(grant._replace(slots=()))
-        expected.append(StoreGrant(() if key in order else (0,), (), 0))
-        order = [*[used for used in order if used != key], key][-num_slots:]
-        assert resident_keys(manager) == order
-    assert granted == expected

@@ -9,11 +9,10 @@ import pytest
 from helpers import EMPTY_CONTEXT, make_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manager_probe import resident_keys
+from manager_probe import make_manager, resident_keys
 
 from vllm_ctx_offload.context import ReqContext
-from vllm_ctx_offload.core import HostMemoryManager, ReuseFilter, StoreGrant
-from vllm_ctx_offload.stats import OffloadStats
+from vllm_ctx_offload.core import ReuseFilter, StoreGrant
 
 CHAIN = make_chain(3)
 NOTHING = StoreGrant((), (), 0)
@@ -24,9 +23,7 @@ def request(name: object) -> ReqContext:
 
 
 def make_filter(threshold: int = 2, max_tracker_size: int = 100) -> ReuseFilter:
-    return ReuseFilter(
-        HostMemoryManager(8, OffloadStats()), threshold, max_tracker_size
-    )
+    return ReuseFilter(make_manager(8), threshold, max_tracker_size)
 
 
 def test_a_chunk_is_stored_from_the_threshold_on() -> None:

@@ -15,28 +15,25 @@ def state(slots: SlotAllocator) -> object:
 
 def test_unused_slots_come_in_ascending_order() -> None:
     slots = SlotAllocator(4)
-    assert [slots.allocate() for _ in range(4)] == [0, 1, 2, 3]
+    assert slots.take(4) == [0, 1, 2, 3]
     slots.check_invariants()
 
 
 def test_the_slot_freed_last_is_reused_before_any_other() -> None:
     slots = SlotAllocator(5)
-    for _ in range(4):
-        slots.allocate()
-    slots.free(1)
-    slots.free(3)
+    slots.take(4)
+    slots.free([1, 3])
     slots.check_invariants()
-    assert [slots.allocate() for _ in range(3)] == [3, 1, 4]
+    assert slots.take(3) == [3, 1, 4]
     slots.check_invariants()
 
 
 def test_num_free_counts_freed_and_unused_slots() -> None:
     slots = SlotAllocator(3)
     free = [slots.num_free]
-    slots.allocate()
-    slots.allocate()
+    slots.take(2)
     free.append(slots.num_free)
-    slots.free(0)
+    slots.free([0])
     free.append(slots.num_free)
     assert free == [3, 1, 2]
 
@@ -44,11 +41,10 @@ def test_num_free_counts_freed_and_unused_slots() -> None:
 @pytest.mark.parametrize("num_slots", [0, 2])
 def test_a_full_pool_refuses_and_stays_as_it_is(num_slots: int) -> None:
     slots = SlotAllocator(num_slots)
-    for _ in range(num_slots):
-        slots.allocate()
+    slots.take(num_slots)
     before = state(slots)
-    with pytest.raises(IndexError, match="no free slot"):
-        slots.allocate()
+    with pytest.raises(IndexError, match="1 slots wanted, 0 are free"):
+        slots.take(1)
     assert state(slots) == before
     slots.check_invariants()
 
@@ -57,14 +53,36 @@ def test_a_full_pool_refuses_and_stays_as_it_is(num_slots: int) -> None:
 def test_freeing_what_is_not_in_use_is_refused(slot: int) -> None:
     """CASES 25: a double free (slot 1), an unused slot, or none of the pool's."""
     slots = SlotAllocator(3)
-    slots.allocate()
-    slots.allocate()
-    slots.free(1)
+    slots.take(2)
+    slots.free([1])
     before = state(slots)
     with pytest.raises(ValueError, match=f"slot {slot} is not in use"):
-        slots.free(slot)
+        slots.free([slot])
     assert state(slots) == before
     slots.check_invariants()
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 7])
+def test_of_several_slots_none_is_freed_when_one_is_not_in_use(wrong: int) -> None:
+    """The same slot twice in one call is such a fault too."""
+    slots = SlotAllocator(3)
+    slots.take(2)
+    before = state(slots)
+    with pytest.raises(ValueError, match=f"slot {wrong} is not in use"):
+        slots.free([0, 1, wrong])
+    assert state(slots) == before
+    slots.check_invariants()
+
+
+def test_no_slots_are_taken_where_too_few_are_free() -> None:
+    slots = SlotAllocator(5)
+    slots.take(3)
+    slots.free([1])
+    before = state(slots)
+    with pytest.raises(IndexError, match="4 slots wanted, 3 are free"):
+        slots.take(4)
+    assert state(slots) == before
+    assert slots.take(0) == []
 
 
 def test_a_negative_number_of_slots_is_refused() -> None:
@@ -79,10 +97,9 @@ def test_no_slot_is_handed_out_twice(num_slots: int, ops: list[int]) -> None:
     slots, owned = SlotAllocator(num_slots), []
     for op in ops:
         if op % 2 or not owned:
-            if slots.num_free:
-                owned.append(slots.allocate())
+            owned += slots.take(min(op // 2, slots.num_free))
         else:
-            slots.free(owned.pop(op // 2 % len(owned)))
+            slots.free([owned.pop(op // 2 % len(owned))])
         slots.check_invariants()
         assert len(set(owned)) == len(owned)
         assert set(owned) <= set(range(num_slots))
@@ -100,9 +117,8 @@ def test_no_slot_is_handed_out_twice(num_slots: int, ops: list[int]) -> None:
 )
 def test_check_invariants_sees_damage(damage: object) -> None:
     slots = SlotAllocator(3)
-    slots.allocate()
-    slots.allocate()
-    slots.free(0)
+    slots.take(2)
+    slots.free([0])
     slots.check_invariants()
     damage(slots)
     with pytest.raises(AssertionError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -51,7 +54,7 @@ class Server:
             VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="INFO"
         ):
             self.process = subprocess.Popen(
-                [*command, "--enforce-eager"],
+                [*command, "--enforce-eager", "--enable-prompt-tokens-details"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -137,8 +140,9 @@ class Server:
         return samples
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        # The engine's process holds the log too: reading would never end.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join()
         assert self.process.stdout is not None

@@ -38,10 +38,10 @@ def check_connector(engine: Any, side: SchedulerSide, tiers: list[SimTier]) -> N
     manager.check_invariants()
     _check_pins(engine, side, manager)
     plan = side.planner._plan
-    for key, chunk in manager._chunks.items():
+    for chunk in manager.chunks():
         if not chunk.ready or chunk.doomed:
             continue
-        prefix = engine.chunk_symbols[key[-32:]]
+        prefix = engine.chunk_symbols[chunk.key[-32:]]
         expected = [
             (engine.model.generation, value)
             for value in prefix[-plan.tokens_per_chunk :]
@@ -49,7 +49,7 @@ def check_connector(engine: Any, side: SchedulerSide, tiers: list[SimTier]) -> N
         first = chunk.slot * plan.blocks_per_chunk
         for tier in tiers:
             rows = tier.host[first : first + plan.blocks_per_chunk]
-            assert [symbol for row in rows for symbol in row] == expected, key
+            assert [symbol for row in rows for symbol in row] == expected, chunk
 
 
 def _check_pins(engine: Any, side: SchedulerSide, manager: HostMemoryManager) -> None:
@@ -63,7 +63,7 @@ def _check_pins(engine: Any, side: SchedulerSide, manager: HostMemoryManager) ->
         assert request_id in engine.scheduler.requests, "a finished request is known"
         for key in state.lease.keys if state.lease else ():
             holders[key] = holders.get(key, 0) + 1
-    pins = {key: chunk.pins for key, chunk in manager._chunks.items() if chunk.pins}
+    pins = {chunk.key: chunk.pins for chunk in manager.chunks() if chunk.pins}
     assert pins == holders
 
 
@@ -86,8 +86,7 @@ def check_idle(engine: Any) -> None:
         assert not planner.has_work
         assert host_manager(side).num_pinned == 0
         assert not getattr(side.manager, "_counted", {})
-        for chunk in host_manager(side)._chunks._chunks.values():
-            assert chunk.ready
+        assert all(chunk.ready for chunk in host_manager(side).chunks())
 
 
 def is_parked(request: Any) -> bool:

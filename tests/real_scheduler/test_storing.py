@@ -166,11 +166,11 @@ def test_store_is_ready_when_the_last_worker_has_ended_it(
     slow.controls = Controls(hold_stores=True)
     engine.add(PROMPT)
     engine.step(5)
-    chunks = host_manager(engine.side)._chunks
-    assert [chunk.ready for _, chunk in chunks.items()] == [False] * 6
+    manager = host_manager(engine.side)
+    assert [chunk.ready for chunk in manager.chunks()] == [False] * 6
     slow.controls = engine.controls
     engine.settle()
-    assert [chunk.ready for _, chunk in chunks.items()] == [True] * 6
+    assert [chunk.ready for chunk in manager.chunks()] == [True] * 6
 
 
 def test_speculation_stores_confirmed_tokens_only(make_engine: MakeEngine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers import make_req_context
 
-from vllm_ctx_offload.core import HostMemoryManager
+from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler import Planner, StepEvents, TableUpdate
@@ -53,7 +53,8 @@ class Bench:
         **options: Any,
     ) -> None:
         self.stats = OffloadStats()
-        self.manager = HostMemoryManager(num_slots, self.stats)
+        policy = PolicyConfig({"default": AccountTerms()}, max_protected=num_slots)
+        self.manager = HostMemoryManager(num_slots, self.stats, policy, lambda: 0.0)
         plan = OffloadPlan(
             tokens_per_block=TOKENS_PER_BLOCK,
             blocks_per_chunk=blocks_per_chunk,

@@ -40,8 +40,9 @@ _COUNTERS: Final[Mapping[str, _Counter]] = {
     ),
     "rejected_stores": _Counter(
         ("tenant", "reason"),
-        "Chunks that found no place. High with reason full: transfers in flight pin "
-        "most of the pool; make it larger.",
+        "Chunks that found no place. Reason full: transfers pin what could go, make "
+        "the pool larger; limit: the same of a tenant at its limit; priority or "
+        "expected_reuse: all that could go is worth more to its tenant.",
     ),
     "hints_rejected": _Counter(
         ("field", "reason"),

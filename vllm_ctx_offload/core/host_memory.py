@@ -139,13 +139,11 @@ class HostMemoryManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[bytes], req_context: ReqContext
     ) -> StoreGrant:
-        now = self._clock()
-        self._table.expire(now)
         slots = self._find(keys)
         absent = [index for index, slot in enumerate(slots) if slot is None]
         if self._doomed:
             absent = [index for index in absent if keys[index] not in self._doomed]
-        use = self._policy.begin_use(req_context, now)
+        use = self._policy.begin_use(req_context, self._clock())
         self._policy.move(use, keys, slots)
         room = self._make_room(use, absent, len(keys)) if absent else Room(0, None)
         granted = absent[: room.num_granted]
@@ -153,7 +151,7 @@ class HostMemoryManager(OffloadingManager):
         self._policy.add(use, keys, granted, new)
         self._storing.update(zip(map(keys.__getitem__, granted), new, strict=True))
         self._end_use(use)
-        if granted and granted[0] < len(slots) - slots.count(None):
+        if granted and any(slot is not None for slot in slots[granted[0] :]):
             # They fill a hole: once more in the chain's order, so that its tail goes
             # first.
             self.touch(keys, req_context)

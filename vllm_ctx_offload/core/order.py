@@ -103,9 +103,9 @@ class _Level:
     def __init__(self) -> None:
         # Least recently used first; runs without an estimate that lies ahead.
         self.by_use: SortedList[Run] = SortedList(key=lambda run: run.rank)
-        # Runs with an estimate that lies ahead, soonest first.
+        # Runs with an estimate that lies ahead, latest first.
         self.by_return: SortedList[Run] = SortedList(
-            key=lambda run: (run.expected_at, run.rank)
+            key=lambda run: (-(run.expected_at or 0.0), run.rank)
         )
 
     def __len__(self) -> int:
@@ -114,9 +114,9 @@ class _Level:
     def end_estimates(self, now: float) -> None:
         """An estimate that has passed counts as none."""
         for _ in range(MAX_MOVES):
-            if not self.by_return or self.by_return[0].time_to_reuse(now) > 0:
+            if not self.by_return or self.by_return[-1].time_to_reuse(now) > 0:
                 return
-            run = self.by_return.pop(0)
+            run = self.by_return.pop()
             run.expected_at = None
             self.by_use.add(run)
 
@@ -127,7 +127,7 @@ class _Level:
         Nothing may be added or discarded meanwhile.
         """
         self.end_estimates(now)
-        used, returning = iter(self.by_use), reversed(self.by_return)
+        used, returning = iter(self.by_use), iter(self.by_return)
         oldest, latest = next(used, None), next(returning, None)
         while oldest is not None or latest is not None:
             if latest is None or (
@@ -169,10 +169,10 @@ class EvictionOrder:
         for priority in self._priorities:
             yield from self._levels[priority].victims(now)
 
-    def lowest_above(self, priority: int) -> Run:
-        """Returns the least recently used run of the lowest level above `priority`."""
+    def first_above(self, priority: int, now: float) -> Run:
+        """Returns the run above `priority` that should go first."""
         level = self._levels[next(p for p in self._priorities if p > priority)]
-        return level.by_use[0] if level.by_use else level.by_return[-1]
+        return next(level.victims(now))
 
     def runs(self) -> Iterator[Run]:
         """Iterates over all runs, level by level."""

@@ -37,6 +37,7 @@ class Use:
         "account",
         "expected_at",
         "now",
+        "place",
         "runs",
         "segments",
         "session",
@@ -57,7 +58,10 @@ class Use:
         self.stamp: Final = stamp
         self.now: Final = now
         self.expected_at: float | None = None
-        self.runs: dict[tuple[object, ...], Run] = {}
+        self.runs: list[Run] = []
+        # What the chunks of the last run have in common. Only neighbours share a run,
+        # so that along the chain each run is older than the one before it.
+        self.place: tuple[object, ...] | None = None
 
     def stretches(self, num_chunks: int) -> Iterator[tuple[int, int, Wish | None]]:
         """Yields (first, end, wish) over the chunks of a chain."""
@@ -96,6 +100,7 @@ class RetentionPolicy:
     def begin_use(self, req_context: ReqContext, now: float) -> Use:
         """Returns a new use; chunks are moved and added to it, then it is ended."""
         self._stamp += 1
+        self.table.expire(now)
         account = self.table.accounts.get(req_context.tenant)
         if self._config.plain_lru:
             return Use(account, None, _PLAIN, self._stamp, now)
@@ -178,16 +183,17 @@ class RetentionPolicy:
         expected_at = use.expected_at if mine else None
         priority, ttl_s, expires_at = _granted(use, old, wish, mine)
         place = (account.index, session, priority, expires_at, ttl_s, expected_at)
-        run = use.runs.get(place)
-        if run is None:
-            run = use.runs[place] = self.table.make(account, use.stamp, use.now)
+        if place != use.place:
+            run = self.table.make(account, use.stamp, use.now)
             run.session, run.expected_at = session, expected_at
             run.priority, run.ttl_s, run.expires_at = priority, ttl_s, expires_at
-        return run
+            use.runs.append(run)
+            use.place = place
+        return use.runs[-1]
 
     def end_use(self, use: Use) -> int:
         """Lists the use's runs; returns how many chunks lost a raised priority."""
-        for run in use.runs.values():
+        for run in use.runs:
             if run.chunks:
                 self.table.enlist(run)
                 self.table.count_protected(run, len(run.chunks))
@@ -195,7 +201,7 @@ class RetentionPolicy:
                 self.table.forget_unlisted(run)
         if use.session is not None:
             self.table.close(use.session)
-        return self.table.enforce_budget()
+        return self.table.enforce_budget(use.now)
 
     def finish(self, req_context: ReqContext) -> None:
         """The request ended: forgets it, and releases its session if it says so."""
@@ -223,4 +229,6 @@ def _granted(
 def _raises(use: Use, old: Run | None, wish: Wish) -> bool:
     if old is None or old.account is not use.account:
         return False
+    if wish.priority == old.priority and wish.ttl_s is not None:
+        return old.expires_at is not None and use.now + wish.ttl_s >= old.expires_at
     return wish.priority >= old.priority

@@ -47,7 +47,7 @@ class ReuseFilter(OffloadingManager):
     def _count(self, keys: Sequence[bytes], request_id: str) -> None:
         offers = self._offers
         num_counted = self._num_counted(keys, request_id)
-        # From the tail to the head, as in `ChainLru`: a tail is no use without its
+        # From the tail to the head, as chunks are evicted: a tail is no use without its
         # head, so it is forgotten first.
         for index in reversed(range(len(keys))):
             key = keys[index]

@@ -181,20 +181,21 @@ class RunTable:
                 run.expires_at = now + run.ttl_s
                 self._expiring.add(run)
 
-    def enforce_budget(self) -> int:
+    def enforce_budget(self, now: float) -> int:
         """Treats as of default priority what exceeds the protection budget.
 
         Returns the number of chunks that lost their priority.
         """
-        num_demoted = 0
-        while (excess := self.num_protected - self._max_protected) > 0:
-            account = self.accounts.most_protected()
-            run = account.order.lowest_above(DEFAULT_PRIORITY)
-            if len(run.chunks) > excess:
-                run = self._split(run, excess)
-            num_demoted += len(run.chunks)
-            self._change(run, account.base_priority, run.expected_at)
-        return num_demoted
+        excess = max(self.num_protected - self._max_protected, 0)
+        for account, count in self.accounts.over_budget(excess).items():
+            left = count
+            while left:
+                run = account.order.first_above(DEFAULT_PRIORITY, now)
+                if len(run.chunks) > left:
+                    run = self._split(run, left)
+                left -= len(run.chunks)
+                self._change(run, account.base_priority, run.expected_at)
+        return excess
 
     def _split(self, run: Run, num_chunks: int) -> Run:
         """Moves the deepest chunks of a run to one of their own, just older than it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -172,11 +173,22 @@ class Accounts:
         heapq.heappop(self._heap)
         account.listed = float("nan")
 
-    def most_protected(self) -> Account:
-        """Returns the account that protects the most, in units of its weight."""
-        return max(
-            self._accounts, key=lambda account: account.protected / account.weight
-        )
+    def over_budget(self, excess: int) -> Counter[Account]:
+        """Returns who has to give up how many of `excess` protected chunks.
+
+        One by one, whoever protects the most then, in units of its weight.
+        """
+        shares: Counter[Account] = Counter()
+        if not excess:
+            return shares
+        heap = [(-a.protected / a.weight, a.index) for a in self._accounts]
+        heapq.heapify(heap)
+        for _ in range(excess):
+            account = self._accounts[heap[0][1]]
+            shares[account] += 1
+            protected = account.protected - shares[account]
+            heapq.heapreplace(heap, (-protected / account.weight, account.index))
+        return shares
 
 
 def check_terms(accounts: Iterable[Account], num_slots: int) -> None:

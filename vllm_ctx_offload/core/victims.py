@@ -61,6 +61,7 @@ class RoomMaker:
         self._time_left = None if expected_at is None else expected_at - now
         self._plain = all(a.order is account.order for a in table.accounts)
         self._reason = REJECT_FULL
+        self._num_granted = 0
         self._aside: list[Account] = []
         self.victims: list[tuple[bytes, int]] = []  # key and slot
         self.evicted: Counter[str] = Counter()  # by the name of who held them
@@ -84,6 +85,7 @@ class RoomMaker:
             if not got:
                 return Room(granted, self._reason)
             account.resident += got
+            self._num_granted += got
             granted += got
         return Room(granted, None)
 
@@ -116,6 +118,10 @@ class RoomMaker:
 
     def _take_own(self, want: int, priority: int, reason: str) -> int:
         self._reason = reason
+        payers = self._table.accounts if self._plain else (self._account,)
+        # What was granted already has no pins yet.
+        if sum(a.resident - a.num_pinned for a in payers) == self._num_granted:
+            return 0
         return self._take(self._account.order.victims(self._now), want, priority)
 
     def _take_from(self, other: Account, want: int) -> int:
@@ -136,13 +142,14 @@ class RoomMaker:
         got = 0
         emptied: list[Run] = []
         for run in runs:
+            if run.num_pinned == len(run.chunks):
+                continue
             if priority is not None and (reason := self._worth_more(run, priority)):
                 self._reason = reason
                 break
-            if run.num_pinned < len(run.chunks):
-                got += self._take_tail(run, want - got)
-                if not run.chunks:
-                    emptied.append(run)
+            got += self._take_tail(run, want - got)
+            if not run.chunks:
+                emptied.append(run)
             if got == want:
                 break
         for run in emptied:
