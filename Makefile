@@ -21,8 +21,8 @@ ARGS ?=
 
 say = @printf '==> %s\n'
 
-.PHONY: help setup test lint types imports spelling manifest test-fast test-engine \
-	coverage format demo soak bench dist clean
+.PHONY: help setup test lint types imports spelling manifest docs test-fast \
+	test-engine coverage format demo soak bench dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,7 +31,7 @@ setup: ## make .venv with vLLM, the project and its tools (again: under a second
 	@$(or $(BOOT_PY),$(error No Python was found: install Python 3.11 to 3.13)) \
 		tools/bootstrap.py
 
-test: lint types imports spelling manifest ## all checks and all tests
+test: lint types imports spelling manifest docs ## all checks and all tests
 	$(say) 'all tests, with branch coverage; engine tests come last'
 	@$(PY) -m pytest $(COV) $(QUICK_TESTS) $(ENGINE_TESTS) $(ARGS)
 
@@ -57,6 +57,11 @@ manifest: setup ## check-manifest: the source distribution holds what git holds
 	$(say) 'manifest'
 	@.venv/bin/check-manifest --no-build-isolation
 
+docs: setup ## check the reference and build the documentation into build/site
+	$(say) 'documentation'
+	@$(PY) tools/reference.py --check
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 test-fast: setup ## all tests but those that start an engine
 	$(say) 'tests without engines'
 	@$(PY) -m pytest $(COV) -m 'not engine' $(QUICK_TESTS) $(ARGS)
@@ -69,8 +74,9 @@ coverage: ## what the last test run covered, over the whole package
 	$(say) 'coverage of the whole package, as last measured'
 	@$(PY) -m coverage report --include='vllm_ctx_offload/*' --fail-under=0
 
-format: setup ## let ruff format and mend what it can
+format: setup ## let ruff format and mend what it can; write the reference
 	$(say) 'formatting'
+	@$(PY) tools/reference.py
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 

@@ -148,7 +148,7 @@ def comparison(noisy: str, ctx: Outcome, lru: Outcome) -> str:
         (
             f"{tenant}: chunks evicted to make room for {noisy}"
             if tenant != noisy
-            else f"{tenant}: its own chunks evicted to make room for newer ones",
+            else f"{tenant}: its own chunks evicted for newer ones",
             f"{ctx.evicted.get(tenant, 0):,}",
             f"{lru.evicted.get(tenant, 0):,}",
         )

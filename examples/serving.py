@@ -196,10 +196,10 @@ def running(model: Path, policy: str, log_file: Path) -> Iterator[Client]:
         )
         try:
             yield Client(server, openai)
-        except OpenAIError as error:
+        except (OpenAIError, OSError) as error:
             text = f"The server did not answer: {error}. See {log_file}."
             raise DemoError(text) from error
-        except (DemoError, OSError) as error:
+        except DemoError as error:
             raise DemoError(f"{error} See {log_file}.") from error
         say("stopping the server ...")
         if not server.stop():

@@ -60,6 +60,11 @@ def resident_keys(manager: HostMemoryManager) -> list[bytes]:
     return [state.key for state in manager.chunks()]
 
 
+def counted(manager: HostMemoryManager) -> dict[str, float]:
+    """Returns what was counted so far, without what was only declared."""
+    return {key: value for key, value in manager._stats._counts.items() if value}
+
+
 def snapshot(manager: HostMemoryManager) -> object:
     """Returns everything that a failed call must leave as it was."""
     slots = manager._slots
@@ -72,7 +77,7 @@ def snapshot(manager: HostMemoryManager) -> object:
         runs,
         (list(slots._freed), slots._next_unused, bytes(slots._in_use)),
         (manager.num_pinned, manager.num_protected, manager.resident_by_tenant()),
-        dict(manager._stats._counts),
+        counted(manager),
     )
 
 
@@ -113,7 +118,7 @@ KINDS = ("bare", "filter0", "filter1", "plain")
 
 
 def make_checked(kind: str, num_slots: int) -> Checked:
-    """Returns an empty manager of two tenants: bare, in a reuse filter, or plain LRU."""
+    """Returns an empty manager of two tenants: bare, in a filter, or as plain LRU."""
     accounts = {"default": AccountTerms(), "zeta": AccountTerms()}
     accounts["acme"] = AccountTerms()
     inner = make_manager(num_slots, accounts=accounts, plain_lru=kind == "plain")

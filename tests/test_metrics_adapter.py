@@ -1,27 +1,31 @@
-"""The counters as Prometheus shows them and as vLLM logs them."""
+"""The figures as Prometheus shows them and as vLLM logs them."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_ctx_offload.adapters.metrics import PrometheusCounters, summarize
-from vllm_ctx_offload.stats import OffloadStats
+from vllm_ctx_offload.adapters import metrics as metrics_module
+from vllm_ctx_offload.adapters.catalogue import METRICS, PREFIX, SECONDS_BUCKETS
+from vllm_ctx_offload.adapters.metrics import (
+    MetricClasses,
+    PrometheusMetrics,
+    summarize,
+)
+from vllm_ctx_offload.stats import (
+    GAUGES,
+    HISTOGRAMS,
+    OffloadStats,
+    of_connector,
+    parse_key,
+)
 
-LABELS = {
-    "lookup_tokens": ("tenant",),
-    "hit_tokens": ("tenant",),
-    "missed_tokens": ("tenant",),
-    "skipped_tokens": ("tenant", "reason"),
-    "stored_bytes": ("tenant",),
-    "loaded_bytes": ("tenant",),
-    "evicted_chunks": ("tenant", "by"),
-    "rejected_stores": ("tenant", "reason"),
-    "hints_rejected": ("field", "reason"),
-    "transfer_failures": ("direction",),
-}
+COUNTERS = [name for name, metric in METRICS.items() if metric.kind == "counter"]
+OBSERVED = (0.0005, 0.003, 0.004, 40.0)  # seconds
+BASE = {"model_name": "llama", "engine": "0", "connector": "0"}
 
 
 @pytest.fixture
@@ -30,64 +34,145 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def counters(registry: CollectorRegistry) -> PrometheusCounters:
-    return PrometheusCounters(
-        functools.partial(Counter, registry=registry),
+def metrics(registry: CollectorRegistry) -> PrometheusMetrics:
+    classes = (functools.partial(c, registry=registry) for c in _CLASSES)
+    return PrometheusMetrics(
+        MetricClasses(*classes),
         ["model_name", "engine"],
         {0: ["llama", "0"], 1: ["llama", "1"]},
     )
 
 
-def test_every_counter_is_registered_with_a_help_text(
-    registry: CollectorRegistry, counters: PrometheusCounters
+_CLASSES: tuple[Any, ...] = (Counter, Gauge, Histogram)
+
+
+def value_of(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"vllm:ctx_offload_{name}", {**BASE, **labels})
+
+
+def test_every_metric_is_registered_with_a_help_text_on_high_values(
+    registry: CollectorRegistry, metrics: PrometheusMetrics
 ) -> None:
-    metrics = {metric.name: metric for metric in registry.collect()}
-    assert {*metrics} == {f"vllm:ctx_offload_{name}" for name in LABELS}
-    for metric in metrics.values():
-        assert metric.documentation.endswith((".", "good.", "look."))
+    found = {metric.name: metric for metric in registry.collect()}
+    assert {*found} == {PREFIX + name for name in METRICS}
+    for name, metric in METRICS.items():
+        assert found[PREFIX + name].type == metric.kind
+        assert found[PREFIX + name].documentation == metric.help
+        if name != "transfer_failures":
+            assert "High" in metric.help, name
+        assert metric.help.endswith(".")
 
 
-@pytest.mark.parametrize("name", LABELS)
+def test_the_scheduler_and_the_metrics_agree_which_kind_a_figure_is() -> None:
+    def names(kind: str) -> set[str]:
+        return {name for name, metric in METRICS.items() if metric.kind == kind}
+
+    assert names("gauge") == GAUGES
+    shown = {"load_seconds", "store_seconds"} | HISTOGRAMS - {"transfer_seconds"}
+    assert names("histogram") == shown
+
+
+@pytest.mark.parametrize("name", COUNTERS)
 def test_increments_add_up_under_the_documented_name_and_labels(
-    registry: CollectorRegistry, counters: PrometheusCounters, name: str
+    registry: CollectorRegistry, metrics: PrometheusMetrics, name: str
 ) -> None:
     stats = OffloadStats()
-    values = [f"{label} value" for label in LABELS[name]]
+    values = [f"{label} value" for label in METRICS[name].labels]
     for by in (2, 3):
         stats.count(name, *values, by=by)
-        counters.observe(stats.take(), engine=1)
-    labels = dict(zip(LABELS[name], values, strict=True))
-    labels |= {"model_name": "llama", "engine": "1"}
-    exposed = f"vllm:ctx_offload_{name}_total"
-    assert registry.get_sample_value(exposed, labels) == 5
-    assert registry.get_sample_value(exposed, {**labels, "engine": "0"}) is None
+        metrics.observe(stats.take(), engine=1)
+    labels = dict(zip(METRICS[name].labels, values, strict=True))
+    assert value_of(registry, f"{name}_total", engine="1", **labels) == 5
+    assert value_of(registry, f"{name}_total", engine="0", **labels) is None
 
 
-def test_engines_are_counted_apart(
-    registry: CollectorRegistry, counters: PrometheusCounters
+@pytest.mark.parametrize("name", sorted(GAUGES))
+def test_a_gauge_shows_the_last_value(
+    registry: CollectorRegistry, metrics: PrometheusMetrics, name: str
+) -> None:
+    stats = OffloadStats()
+    values = [f"{label} value" for label in METRICS[name].labels]
+    labels = dict(zip(METRICS[name].labels, values, strict=True))
+    for to in (7, 3):
+        stats.set(name, *values, to=to)
+        metrics.observe(stats.take(), engine=0)
+        metrics.observe(stats.take(), engine=0)  # nothing changed: nothing taken
+        assert value_of(registry, name, **labels) == to
+
+
+@pytest.mark.parametrize(
+    ("figure", "name"),
+    [
+        (("transfer_seconds", "load"), "load_seconds"),
+        (("transfer_seconds", "store"), "store_seconds"),
+        (("load_wait_seconds",), "load_wait_seconds"),
+    ],
+)
+def test_each_observation_falls_into_its_bucket(
+    registry: CollectorRegistry,
+    metrics: PrometheusMetrics,
+    figure: tuple[str, ...],
+    name: str,
+) -> None:
+    stats = OffloadStats()
+    for seconds in OBSERVED:
+        stats.count(*figure, by=seconds)
+    metrics.observe(stats.take(), engine=0)
+    assert value_of(registry, f"{name}_count") == 4
+    assert value_of(registry, f"{name}_sum") == pytest.approx(40.0075)
+    buckets = [
+        value_of(registry, f"{name}_bucket", le=str(bound)) for bound in SECONDS_BUCKETS
+    ]
+    expected = [sum(v <= bound for v in OBSERVED) for bound in SECONDS_BUCKETS]
+    assert buckets == expected
+
+
+def test_engines_and_connectors_are_shown_apart(
+    registry: CollectorRegistry, metrics: PrometheusMetrics
 ) -> None:
     stats = OffloadStats()
     for engine in (0, 1):
-        stats.count("hit_tokens", "acme", by=engine + 1)
-        counters.observe(stats.take(), engine)
-    samples = [
-        registry.get_sample_value(
-            "vllm:ctx_offload_hit_tokens_total",
-            {"tenant": "acme", "model_name": "llama", "engine": engine},
-        )
-        for engine in ("0", "1")
-    ]
-    assert samples == [1, 2]
+        for connector in (0, 1):
+            stats.count("hit_tokens", "acme", by=1 + engine + 2 * connector)
+            stats.set("resident_bytes", "acme", to=10 * engine + connector)
+            figures = of_connector(connector, stats.take())
+            metrics.observe(figures, engine)
+    for engine in (0, 1):
+        for connector in (0, 1):
+            where = {"engine": str(engine), "connector": str(connector)}
+            hits = value_of(registry, "hit_tokens_total", tenant="acme", **where)
+            resident = value_of(registry, "resident_bytes", tenant="acme", **where)
+            assert hits == 1 + engine + 2 * connector
+            assert resident == 10 * engine + connector
 
 
-def test_a_counter_that_is_not_registered_changes_nothing(
-    registry: CollectorRegistry, counters: PrometheusCounters
+def test_a_figure_that_is_not_registered_changes_nothing(
+    registry: CollectorRegistry, metrics: PrometheusMetrics
 ) -> None:
     stats = OffloadStats()
     stats.count("of_a_later_release", "acme")
     before = [*registry.collect()]
-    counters.observe(stats.take(), engine=0)
+    metrics.observe(stats.take(), engine=0)
     assert [*registry.collect()] == before
+
+
+def test_beyond_many_pairs_of_tenants_others_are_one_but_never_oneself(
+    registry: CollectorRegistry,
+    metrics: PrometheusMetrics,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_EVICTION_PAIRS", 2)
+    stats = OffloadStats()
+    for by in ("b", "c", "d", "e", "a"):
+        stats.count("evicted_chunks", "a", by)
+    figures = stats.take()
+    for _ in range(2):
+        metrics.observe(figures, engine=0)
+    shown = {
+        by: value_of(registry, "evicted_chunks_total", tenant="a", by=by)
+        for by in ("a", "b", "c", "d", "e", metrics_module.OTHERS)
+    }
+    assert shown == {"a": 2, "b": 2, "c": 2, "d": None, "e": None, "(others)": 4}
 
 
 def test_the_summary_adds_up_all_tenants() -> None:
@@ -99,6 +184,7 @@ def test_the_summary_adds_up_all_tenants() -> None:
         stats.count("loaded_bytes", tenant, by=3 * 1024**2)
         stats.count("evicted_chunks", tenant, "acme", by=2)
     stats.count("transfer_failures", "load")
+    stats.count("transfer_seconds", "load", by=0.1)
     assert summarize(stats.take()) == {
         "lookup tokens": 200,
         "host hit tokens": 120,
@@ -112,3 +198,12 @@ def test_the_summary_adds_up_all_tenants() -> None:
 def test_the_summary_of_nothing_is_zeros() -> None:
     assert {*summarize({}).values()} == {0}
     assert summarize({}).keys() == summarize({'["hit_tokens", "acme"]': 1}).keys()
+
+
+def test_the_summary_keeps_two_connectors_apart() -> None:
+    figures = {'["hit_tokens", "acme"]': 1}
+    both = figures | of_connector(1, {'["hit_tokens", "acme"]': 2})
+    summary = summarize(both)
+    assert summary["host hit tokens"] == 1
+    assert summary["host hit tokens (1)"] == 2
+    assert {parse_key(key).connector for key in both} == {0, 1}

@@ -1,13 +1,21 @@
-"""Counters on their way from the scheduler and the workers."""
+"""Figures on their way from the scheduler and the workers."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ctx_offload.stats import OffloadStats, merge_stats
+from vllm_ctx_offload.stats import (
+    GAUGES,
+    HISTOGRAMS,
+    OffloadStats,
+    merge_stats,
+    of_connector,
+    parse_key,
+)
 
 
 def test_counts_add_up_for_each_set_of_labels() -> None:
@@ -52,15 +60,92 @@ def test_names_of_any_kind_survive_as_plain_json() -> None:
     assert json.loads(key) == ["lookup_tokens", *labels]
 
 
-INCREMENTS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 99))
+def test_each_observation_is_taken_once_and_in_order() -> None:
+    stats = OffloadStats()
+    for seconds in (0.2, 0.1, 0.2):
+        stats.count("transfer_seconds", "load", by=seconds)
+    key = '["transfer_seconds", "load"]'
+    assert [stats.take(), stats.take()] == [{key: [0.2, 0.1, 0.2]}, {}]
+
+
+def test_a_gauge_is_taken_when_it_has_changed() -> None:
+    stats = OffloadStats()
+    key = '["resident_bytes", "acme"]'
+    taken = []
+    for to in (0, 5, 5, 3, 5, 5):
+        stats.set("resident_bytes", "acme", to=to)
+        taken.append(stats.take())
+    assert taken == [{key: 0}, {key: 5}, {}, {key: 3}, {key: 5}, {}]
+
+
+def test_what_is_declared_is_there_once_without_a_value() -> None:
+    stats = OffloadStats()
+    stats.declare("hit_tokens", "acme")
+    stats.declare("load_wait_seconds")
+    expected = {'["hit_tokens", "acme"]': 0, '["load_wait_seconds"]': []}
+    assert [stats.take(), stats.take()] == [expected, {}]
+
+
+def test_a_key_names_its_connector() -> None:
+    stats = OffloadStats()
+    stats.count("evicted_chunks", "acme", "zeta", by=2)
+    first = stats.take()
+    (key,) = first
+    assert parse_key(key) == (0, "evicted_chunks", ("acme", "zeta"))
+    assert of_connector(0, first) == first
+    (key,) = of_connector(12, first)
+    assert parse_key(key) == (12, "evicted_chunks", ("acme", "zeta"))
+    assert json.loads(key) == [12, "evicted_chunks", "acme", "zeta"]
+
+
+def keys(names: Any) -> Any:
+    return st.builds(
+        lambda connector, name: next(
+            iter(of_connector(connector, {json.dumps([name]): 0}))
+        ),
+        st.integers(0, 2),
+        st.sampled_from(sorted(names)),
+    )
+
+
+FIGURES = st.builds(
+    lambda *parts: parts[0] | parts[1] | parts[2],
+    st.dictionaries(keys({"a", "b"}), st.integers(0, 99)),
+    st.dictionaries(keys(GAUGES), st.integers(0, 99)),
+    st.dictionaries(keys(HISTOGRAMS), st.lists(st.integers(0, 9), max_size=3)),
+)
+
+
+def merged_by_hand(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = {}
+    for step in steps:
+        for key, value in step.items():
+            name = json.loads(key)[-1]
+            if name in GAUGES or key not in total:
+                total[key] = value
+            else:
+                total[key] = (
+                    [*total[key], *value]
+                    if name in HISTOGRAMS
+                    else (total[key] + value)
+                )
+    return total
 
 
 @settings(deadline=None)
-@given(one=INCREMENTS, other=INCREMENTS)
-def test_merging_adds_and_leaves_both_as_they_were(
-    one: dict[str, int], other: dict[str, int]
+@given(steps=st.lists(FIGURES, max_size=4), split=st.integers(0, 4))
+def test_merging_is_the_same_in_whatever_groups_and_changes_neither(
+    steps: list[dict[str, Any]], split: int
 ) -> None:
-    before = (dict(one), dict(other))
-    expected = {key: one.get(key, 0) + other.get(key, 0) for key in {*one, *other}}
-    assert merge_stats(one, other) == merge_stats(other, one) == expected
-    assert (one, other) == before
+    """Counters add up, observations follow each other, the last gauge stands."""
+    before = json.loads(json.dumps(steps))
+    left: dict[str, Any] = {}
+    for step in steps[:split]:
+        left = merge_stats(left, step)
+    right: dict[str, Any] = {}
+    for step in steps[split:]:
+        right = merge_stats(right, step)
+    assert merge_stats(left, right) == merged_by_hand(steps)
+    assert steps == before
+    # As they cross a process border.
+    assert json.loads(json.dumps(merge_stats(left, right))) == merged_by_hand(steps)

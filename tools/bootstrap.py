@@ -171,7 +171,7 @@ def install(vllm: str) -> None:
     """
     python = str(VENV_PYTHON)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    wanted = [vllm, "-e", f"{ROOT}[test,dev]"]
+    wanted = [vllm, "-e", f"{ROOT}[test,dev,docs]"]
     # Most of what is installed is never imported; what is compiles itself once.
     step = [*pip, "install", "--no-compile", *wanted]
     if logged(f"installing {vllm} and the project", step):

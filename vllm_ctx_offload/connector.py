@@ -6,10 +6,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_ctx_offload.adapters import vllm_api
+from vllm_ctx_offload.adapters.degraded import DegradationLog
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.messages import WorkerReport
 from vllm_ctx_offload.plan import resolve_plan
+from vllm_ctx_offload.stats import of_connector
 from vllm_ctx_offload.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     vLLM makes one in the scheduler's process and one in each worker; only the half of
     its role exists. The hooks below are in the order in which one step calls them.
     """
+
+    # vLLM counts cached tokens by where they come from.
+    _cache_hit_source = vllm_api.HIT_SOURCE
 
     def __init__(
         self,
@@ -45,6 +50,10 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         config = parse_config(transfer.kv_connector_extra_config)
         shape = vllm_api.model_shape(vllm_config, kv_cache_config)
         plan = resolve_plan(config, shape)
+        self._position = vllm_api.position_among_ours(
+            vllm_config, role, kv_cache_config
+        )
+        self._degraded = DegradationLog()
         self._num_device_blocks = shape.num_device_blocks
         self._scheduler: SchedulerSide | None = None
         self._worker: OffloadWorker | None = None
@@ -174,10 +183,12 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def get_kv_connector_stats(self) -> vllm_api.KVConnectorStats | None:
         if self._scheduler is not None:
-            increments = self._scheduler.take_stats()
+            figures = self._scheduler.take_stats()
         else:
-            increments = self._worker_side.stats.take()
-        return vllm_api.CtxOffloadStats(increments) if increments else None
+            figures = self._worker_side.stats.take()
+        self._degraded.look_at(figures)
+        figures = of_connector(self._position, figures)
+        return vllm_api.CtxOffloadStats(figures) if figures else None
 
     @classmethod
     def build_kv_connector_stats(

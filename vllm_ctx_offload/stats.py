@@ -1,35 +1,140 @@
-"""Counters that travel from the scheduler and the workers to the metrics."""
+"""Figures that travel from the scheduler and the workers to the metrics.
+
+They cross process borders as plain data: a flat mapping whose keys are JSON lists of
+a name and its label values. A counter's value is its increment, a gauge's is its last
+value, a histogram's is the list of what was observed.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
-__all__ = ["OffloadStats", "merge_stats"]
+__all__ = [
+    "GAUGES",
+    "HISTOGRAMS",
+    "Key",
+    "OffloadStats",
+    "merge_stats",
+    "of_connector",
+    "parse_key",
+]
+
+# What is neither is a counter. The metrics' table, `adapters.metrics.METRICS`, has to
+# agree, which a test checks.
+GAUGES: Final = frozenset(
+    {
+        "capacity_bytes",
+        "disabled",
+        "limit_bytes",
+        "pinned_bytes",
+        "protected_bytes",
+        "reserved_bytes",
+        "resident_bytes",
+    }
+)
+# `transfer_seconds` has the label `direction`; it is shown as two.
+HISTOGRAMS: Final = frozenset({"load_wait_seconds", "transfer_seconds"})
+
+
+class _Texts(dict[tuple[str, ...], str]):
+    """The text of each key, made once: that would cost more than all the counting."""
+
+    def __missing__(self, key: tuple[str, ...]) -> str:
+        text = self[key] = json.dumps(key)
+        return text
 
 
 class OffloadStats:
-    """Increments since the last `take`; they only ever add up, so none can fall."""
+    """What happened since the last `take`.
+
+    Increments only ever add up, so no counter can fall. A gauge is taken when it has
+    changed. Labels are bounded by their callers: declared tenants and fixed words.
+    """
 
     def __init__(self) -> None:
-        self._counts: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        self._texts = _Texts()
+        # All by the text of the key, so that taking them converts nothing.
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._observed: defaultdict[str, list[float]] = defaultdict(list)
+        self._gauges: dict[tuple[str, ...], float] = {}
+        self._changed: dict[str, float] = {}
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Adds `by` to counter `name` for its label values, in their fixed order."""
-        self._counts[(name, *labels)] += by
+        """Adds `by` to counter `name` for its label values, in their fixed order.
 
-    def take(self) -> dict[str, float]:
-        """Returns the increments since the last call and starts anew."""
-        # Text keys, because the data crosses process borders as plain JSON types.
-        taken = {json.dumps(key): value for key, value in self._counts.items()}
-        self._counts.clear()
+        In a histogram `by` is one more observation.
+        """
+        text = self._texts[(name, *labels)]
+        if name in HISTOGRAMS:
+            self._observed[text].append(by)
+        else:
+            self._counts[text] += by
+
+    def declare(self, name: str, *labels: str) -> None:
+        """Has a counter or histogram shown before there is anything to show.
+
+        Without its zero, the first increment of a series is no increase to Prometheus.
+        """
+        text = self._texts[(name, *labels)]
+        if name in HISTOGRAMS:
+            self._observed[text].extend(())
+        else:
+            self._counts[text] += 0
+
+    def set(self, name: str, *labels: str, to: float) -> None:
+        """Sets gauge `name` for its label values."""
+        key = (name, *labels)
+        if self._gauges.get(key) != to:
+            self._gauges[key] = self._changed[self._texts[key]] = to
+
+    def take(self) -> dict[str, Any]:
+        """Returns what happened since the last call and starts anew."""
+        taken = {**self._counts, **self._observed, **self._changed}
+        if taken:
+            self._counts.clear()
+            self._observed.clear()
+            self._changed.clear()
         return taken
 
 
-def merge_stats(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sum of two results of `take`."""
+class Key(NamedTuple):
+    """What the text of a key says."""
+
+    connector: int  # which of several of ours in a MultiConnector; 0: the first
+    name: str
+    labels: tuple[str, ...]
+
+
+# Bounded as the labels are, and parsing costs more than all that is done with a value.
+@functools.cache
+def parse_key(text: str) -> Key:
+    """Returns what a key of a result of `OffloadStats.take` stands for."""
+    parts = json.loads(text)
+    connector = parts.pop(0) if isinstance(parts[0], int) else 0
+    return Key(connector, parts[0], tuple(parts[1:]))
+
+
+def of_connector(connector: int, figures: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures under keys that name the connector they are of.
+
+    vLLM's MultiConnector adds up the figures of all connectors of one class, so only
+    their keys can keep them apart. Those of the first need no number.
+    """
+    if not connector:
+        return figures
+    return {f"[{connector}, {key[1:]}": value for key, value in figures.items()}
+
+
+def merge_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both of two results of `take`, of which `other` is the later one."""
     merged = dict(one)
     for key, value in other.items():
-        merged[key] = merged.get(key, 0) + value
+        if key in merged and parse_key(key).name not in GAUGES:
+            merged[key] = merged[key] + value  # `+=` would change the list of `one`
+        else:
+            merged[key] = value
     return merged

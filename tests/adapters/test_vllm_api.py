@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from real_scheduler.harness import ours
 from real_scheduler.vllm_setup import make_kv_cache_config, make_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -277,6 +279,59 @@ class TestStats:
         assert not total.is_empty()
         total.reset()
         assert total.is_empty()
+
+    def test_two_in_a_multi_connector_are_kept_apart(self) -> None:
+        """It adds up the figures of connectors of one class."""
+        kv_cache_config = make_kv_cache_config(64, 32)
+        connectors = [
+            CtxOffloadConnector(make_config(), role, kv_cache_config)
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER) * 2
+        ]
+        assert [connector._position for connector in connectors] == [0, 0, 1, 1]
+        first, second = (c.get_kv_connector_stats() for c in connectors[::2])
+        assert first is not None
+        assert second is not None
+        total = first.aggregate(second).data
+        assert total['["capacity_bytes"]'] == total['[1, "capacity_bytes"]'] == 2**20
+        assert len(total) == len(first.data) + len(second.data)
+        assert connectors[1].get_kv_connector_stats() is None
+
+    def test_one_that_is_made_again_keeps_its_place(self) -> None:
+        config, kv_cache_config = make_config(), make_kv_cache_config(64, 32)
+        for _ in range(2):
+            connector = CtxOffloadConnector(
+                config, KVConnectorRole.SCHEDULER, kv_cache_config
+            )
+            assert connector._position == 0
+
+    def test_metrics_that_fail_are_logged_once_and_end_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        registry = CollectorRegistry()
+        types = {
+            kind: functools.partial(kind, registry=registry)
+            for kind in (Counter, Gauge, Histogram)
+        }
+        metrics = CtxOffloadConnector.build_prom_metrics(
+            make_config(), types, ["engine"], {0: ["0"]}
+        )
+        metrics.observe({'["hit_tokens", "acme"]': 1}, 0)
+        for _ in range(2):
+            metrics.observe({'["hit_tokens", "acme"]': 1}, 9)  # no such engine
+        metrics.observe({'["hit_tokens", "acme"]': 1}, 0)
+        assert caplog.text.count("Said once; please report it") == 1
+        labels = {"engine": "0", "connector": "0", "tenant": "acme"}
+        name = "vllm:ctx_offload_hit_tokens_total"
+        assert registry.get_sample_value(name, labels) == 2
+
+    def test_hits_are_from_the_host_in_vllms_own_figures(self) -> None:
+        source = CtxOffloadConnector._cache_hit_source
+        if source is None:
+            pytest.skip("this release of vLLM does not ask")
+        connector = TestConnector.make()
+        request: Any = SimpleNamespace()
+        hits = connector.get_external_cache_hit_sources(request, 7)
+        assert {source.value: count for source, count in hits.items()} == {"host": 7}
 
     def test_nothing_is_an_empty_object(self) -> None:
         empty = CtxOffloadConnector.build_kv_connector_stats()

@@ -20,8 +20,7 @@ from vllm_ctx_offload.core import (
     StoreGrant,
 )
 
-DEFAULT = 35
-RELEASED = -1
+DEFAULT, RELEASED = 35, -1
 SessionKey = tuple[str, ...]
 
 
@@ -291,13 +290,8 @@ class NaiveManager:
 
     def order(self, record: Record) -> tuple[object, ...]:
         """Returns the sort key: lowest priority, longest time until reuse, oldest."""
-        time_left = self._time_left(record)
-        return (
-            record.priority,
-            -self._time_to_reuse(record),
-            time_left is not None,
-            record.used,
-        )
+        is_expected = self._time_left(record) is not None
+        return record.priority, -self._time_to_reuse(record), is_expected, record.used
 
     def _time_left(self, record: Record) -> float | None:
         """Returns the time left of an estimate that lies ahead."""
@@ -328,9 +322,9 @@ class NaiveManager:
             return reason
         if record.priority > priority:
             return "priority"
-        if record.priority == priority and time_left:
-            if self._time_to_reuse(record) < time_left:
-                return "expected_reuse"
+        time_to_reuse = self._time_to_reuse(record)
+        if record.priority == priority and time_left and time_to_reuse < time_left:
+            return "expected_reuse"
         self._evict_first([record], own)
         return None
 
@@ -343,7 +337,7 @@ class NaiveManager:
 
     def _enforce_budget(self) -> None:
         """The account that protects most for its weight gives up a chunk, and again."""
-        total = sum(len(self.protected(account)) for account in self.terms)
+        total = sum(record.priority > DEFAULT for record in self.records)
         excess = total - self.policy.max_protected
         for _ in range(excess):
             most = max(

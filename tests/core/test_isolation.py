@@ -193,7 +193,7 @@ def test_every_request_hits_what_a_partition_of_its_own_would_give(
 
 
 def test_a_quiet_tenant_keeps_its_hits_beside_a_noisy_one() -> None:
-    """What this project is for: 20 % of the pool, reserved, against 5 times the load."""
+    """What this project is for: a fifth of the pool against five times the load."""
     manager = make_manager(100, accounts={"quiet": AccountTerms(reserved=20)})
     quiet = ReqContext(request_id="q", tenant="quiet")
     num_hits = 0

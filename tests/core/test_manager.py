@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from helpers import EMPTY_CONTEXT, make_chain
 from manager_probe import (
@@ -204,9 +202,7 @@ def test_a_chain_larger_than_the_pool_keeps_its_head(manager: Checked) -> None:
     """CASES 22: its own chunks are no room for its tail."""
     chain = make_chain(10)
     manager.store(chain[:8], EMPTY_CONTEXT)
-    assert manager.prepare_store(chain, EMPTY_CONTEXT) == StoreGrant(
-        (), (), 2, "full"
-    )
+    assert manager.prepare_store(chain, EMPTY_CONTEXT) == StoreGrant((), (), 2, "full")
     assert manager.lookup(chain, EMPTY_CONTEXT) == LookupResult(8, pending=False)
 
 
@@ -328,33 +324,3 @@ def test_a_pool_without_slots_refuses_everything(kind: str) -> None:
     assert manager.prepare_store(CHAIN, EMPTY_CONTEXT) == StoreGrant((), (), 3, "full")
     assert manager.lookup(CHAIN, EMPTY_CONTEXT) == LOOKUP_MISS
     manager.reset()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda manager, slot: manager._pins.update({slot: -1}),
-        lambda manager, slot: manager._pins.update({slot: 1}),
-        lambda manager, slot: manager._ready[CHAIN[1][-1]].pop(CHAIN[1]),
-        lambda manager, slot: manager._doomed.update({CHAIN[1]: slot}),
-        lambda manager, slot: manager._table.run(slot).chunks.update({CHAIN[1]: 0}),
-        lambda manager, slot: setattr(manager._table.run(slot), "priority", 36),
-        lambda manager, slot: setattr(manager._table.run(slot).account, "resident", 9),
-    ],
-    ids=[
-        "pins below 0",
-        "miscounted pins",
-        "neither stored nor ready",
-        "undead",
-        "one slot for two",
-        "protection not counted",
-        "miscounted residents",
-    ],
-)
-def test_check_invariants_sees_damage(damage: Any) -> None:
-    manager = make_checked("bare", 4)
-    manager.store(CHAIN, EMPTY_CONTEXT)
-    manager.inner.check_invariants()
-    damage(manager.inner, 1)
-    with pytest.raises(AssertionError):
-        manager.inner.check_invariants()

@@ -104,9 +104,9 @@ def test_when_all_ends_at_once_a_call_does_a_bounded_part_of_it() -> None:
     clock: Any = manager._clock
     num_before = manager.num_protected
     clock.now += 1_000
+    context = ReqContext(request_id="r", tenant="acme")
     works, protected = [], [num_before]
     for number in range(20):
-        context = ReqContext(request_id="r", tenant="acme")
         works.append(
             count_lines(lambda n=number: store(manager, [b"new%d" % n], context))
         )
@@ -147,9 +147,7 @@ def test_hints_cost_by_the_request_and_not_by_the_chunk() -> None:
         hints = Hints(session="s", release=True)
         context = ReqContext(request_id="r", hints=hints)
         store(manager, [b"%d" % index for index in range(length)], context)
-        works.append(
-            count_lines(lambda m=manager, c=context: m.on_request_finished(c))
-        )
+        works.append(count_lines(lambda m=manager, c=context: m.on_request_finished(c)))
     assert works[0] == works[1]
 
 
@@ -178,9 +176,7 @@ class RandomLoad:
             clock=self.clock,
         )
         self.contexts = [
-            ReqContext(
-                request_id=str(index), tenant=f"tenant{index % 4}", hints=hints
-            )
+            ReqContext(request_id=str(index), tenant=f"tenant{index % 4}", hints=hints)
             for index, hints in enumerate([*[Hints()] * 4, *OTHER_HINTS])
         ]
         self.chains = [

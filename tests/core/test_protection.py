@@ -9,12 +9,12 @@ from core.strategies import CHAINS
 from helpers import EMPTY_CONTEXT, make_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manager_probe import FakeClock, make_manager, resident_keys, store
+from manager_probe import FakeClock, counted, make_manager, resident_keys, store
 
 from vllm_ctx_offload.context import Hints, ReqContext, RetentionDirective
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, StoreGrant
 
-OVER_BUDGET = ("hints_rejected", "priority", "budget")
+OVER_BUDGET = '["hints_rejected", "priority", "budget"]'
 RAISED = ReqContext(request_id="raised", hints=Hints(priority=90, ttl_s=100))
 
 
@@ -72,7 +72,7 @@ def test_what_exceeds_the_budget_is_demoted_from_the_tail_and_counted() -> None:
         **dict(zip(first, [90, 35, 35, 35], strict=True)),
         **dict.fromkeys(second, 90),
     }
-    assert manager._stats._counts == {OVER_BUDGET: 2}
+    assert counted(manager) == {OVER_BUDGET: 2}
     fill(manager, 4)
     assert {*first, *second} - {*resident_keys(manager)} == {first[2], first[3]}
     manager.check_invariants()
@@ -156,7 +156,7 @@ def test_a_priority_that_has_ended_gives_its_budget_back() -> None:
     manager.touch(make_chain(2, "x"), EMPTY_CONTEXT)
     store(manager, make_chain(2, "y"), RAISED)
     assert manager.num_protected == 2
-    assert manager._stats._counts == {}
+    assert counted(manager) == {}
 
 
 def test_a_low_priority_ends_too_and_is_the_default_again() -> None:

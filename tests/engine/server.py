@@ -19,18 +19,23 @@ from typing import Any, Final
 
 from engine.spec import BLOCK, CTX, engine_environment
 
-__all__ = ["Server"]
+__all__ = ["OURS", "Server"]
 
+_FLAGS: Final = ("--enforce-eager", "--enable-prompt-tokens-details")
 _READY: Final = "Application startup complete"
 # A metric's line: name, labels, value.
 _SAMPLE: Final = re.compile(r"(?P<name>[\w:]+)\{(?P<labels>.*)\} (?P<value>\S+)")
+OURS: Final = "vllm:ctx_offload_"
+_COMMON_LABELS: Final = ("engine", "model_name", "connector")
 _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Server:
     """Starts at once; `wait_ready` returns when it answers or has ended."""
 
-    def __init__(self, model: Path, *, num_blocks: int, **extra: Any) -> None:
+    def __init__(
+        self, model: Path, *, num_blocks: int, flags: Sequence[str] = (), **extra: Any
+    ) -> None:
         self.port = _free_port()
         transfer = {**CTX, "kv_connector_extra_config": extra}
         arguments = {
@@ -54,7 +59,7 @@ class Server:
             VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="INFO"
         ):
             self.process = subprocess.Popen(
-                [*command, "--enforce-eager", "--enable-prompt-tokens-details"],
+                [*command, *_FLAGS, *flags],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -124,19 +129,23 @@ class Server:
             kv_transfer_params={"ctx": {"receipt": True, **ctx}},
         )
 
-    def metrics(self) -> dict[tuple[str, ...], float]:
-        """Returns (name, label values but engine and model) -> value, ours only."""
+    def metrics(self, prefix: str = OURS) -> dict[tuple[str, ...], float]:
+        """Returns (name, own label values) -> value, of names with that prefix.
+
+        The tenant is the first label, where there is one.
+        """
         url = f"http://127.0.0.1:{self.port}/metrics"
         with urllib.request.urlopen(url) as response:
             text = response.read().decode()
         samples = {}
         for match in _SAMPLE.finditer(text):
-            name = match["name"].removeprefix("vllm:ctx_offload_")
+            name = match["name"].removeprefix(prefix)
             if name == match["name"] or name.endswith("_created"):
                 continue
             labels = dict(_LABEL.findall(match["labels"]))
-            own = [v for k, v in labels.items() if k not in ("engine", "model_name")]
-            samples[(name, *own)] = float(match["value"])
+            tenant = [labels.pop("tenant")] if "tenant" in labels else []
+            own = [v for k, v in labels.items() if k not in _COMMON_LABELS]
+            samples[(name, *tenant, *own)] = float(match["value"])
         return samples
 
     def close(self) -> None:

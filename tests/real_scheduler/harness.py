@@ -32,7 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.adapters.vllm_api import CtxOffloadWorkerMetadata
 from vllm_ctx_offload.connector import CtxOffloadConnector
-from vllm_ctx_offload.stats import merge_stats
+from vllm_ctx_offload.stats import merge_stats, parse_key
 
 init_none_hash(sha256)
 
@@ -126,7 +126,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}  # that came out, per request
         self.receipts: dict[str, Any] = {}
         self.finished: list[str] = []
-        self.stats: dict[str, float] = {}
+        self.stats: dict[str, Any] = {}
         self.num_steps = 0
         self.last_output: SchedulerOutput = SchedulerOutput.make_empty()
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -250,7 +250,8 @@ class Engine:
     def _count(self, increments: dict[str, Any]) -> None:
         if "CtxOffloadConnector" in increments:  # as a MultiConnector reports it
             increments = increments["CtxOffloadConnector"]
-        assert all(value >= 0 for value in increments.values()), increments
+        for value in increments.values():
+            assert isinstance(value, list) or value >= 0, increments
         self.stats = merge_stats(self.stats, increments)
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -335,5 +336,5 @@ class Engine:
     def count(self, name: str) -> float:
         """Returns the sum of a counter over its labels."""
         return sum(
-            value for key, value in self.stats.items() if key.startswith(f'["{name}"')
+            value for key, value in self.stats.items() if parse_key(key).name == name
         )

@@ -283,3 +283,35 @@ class TestWaiting:
         assert bench.lookup(request, now=1.0) == (0, False)
         bench.planner.on_allocated(request, [], 0)
         assert bench.lookup(request, now=9.0) == (None, False)
+
+    def test_wait_is_observed_when_the_request_is_admitted(self, bench: Bench) -> None:
+        """1. It waits. 2. The store ends. 3. It is answered, and again, for want of
+        blocks. 4. Only the wait for the store was one of ours."""
+        request = bench.add(20)
+        bench.lookup(request, now=5.0)
+        bench.end(0)
+        for now in (5.25, 9.0):
+            assert bench.lookup(request, now=now) == (16, True)
+        key = '["load_wait_seconds"]'
+        assert key not in bench.stats.take()
+        bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+        assert bench.stats.take()[key] == [0.25]
+
+    def test_wait_that_was_given_up_is_observed_whole(self, bench: Bench) -> None:
+        request = bench.add(20)
+        for now in (5.0, 5.5, 6.25):
+            bench.lookup(request, now=now)
+        bench.planner.on_allocated(request, [], 0)
+        assert bench.stats.take()['["load_wait_seconds"]'] == [1.25]
+
+    def test_who_did_not_wait_is_not_observed(self, make_bench: MakeBench) -> None:
+        """By an answer at once, and where no wait is allowed."""
+        bench = make_bench(load_wait_s=0.0)
+        storing = bench.add(16, "storing")
+        bench.lookup(storing)
+        bench.planner.on_allocated(storing, [1, 2, 3, 4], 0)
+        bench.run(storing, 16, [1, 2, 3, 4])
+        request = bench.add(20)
+        assert bench.lookup(request, now=5.0) == (0, False)
+        bench.planner.on_allocated(request, [], 0)
+        assert '["load_wait_seconds"]' not in bench.stats.take()

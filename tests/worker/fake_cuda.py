@@ -3,57 +3,85 @@
 Tensors stay on the CPU. While a `FakeCuda` is active it holds back every operation
 that writes a tensor and puts it in the queue of the current stream, as a GPU does; what
 only makes views runs at once. `advance` then runs queued operations in an order that
-the seed draws, so a missing wait shows up as wrong bytes for some seed.
+the seed draws, so a missing wait shows up as wrong bytes for some seed. Beside that,
+every operation is told to a `Checker`, which needs no luck.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from worker.happens_before import Checker, Clock, join
 
-_HELD_BACK = {
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.index_copy_.default,
-    torch.ops.aten.index_select.out,
+aten = torch.ops.aten
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor[number] for number in index.tolist()]
+
+
+# What each operation that is held back reads and what it writes, of its arguments.
+_ACCESSES: dict[Any, Callable[..., tuple[list[Any], list[Any]]]] = {
+    aten.copy_.default: lambda to, source, *_, **__: ([source], [to]),
+    aten.fill_.Scalar: lambda to, *_: ([], [to]),
+    aten.index_copy_.default: lambda to, _, index, source: (
+        [index, source],
+        _rows(to, index),
+    ),
+    aten.index_select.out: lambda source, _, index, out: (
+        [index, *_rows(source, index)],
+        [out],
+    ),
+    aten._foreach_copy_.default: lambda to, source, *_: (list(source), list(to)),
 }
 
 
 class Moment:
     """One recording of an event."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.passed = False
+        self.clock = clock
 
 
 class FakeStream:
     """A queue of operations, recordings and waits."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gpu: FakeCuda, *, deaf: bool) -> None:
         self.name = name
+        self.gpu = gpu
         self.queue: deque[Callable[[], None] | Moment | tuple[Moment]] = deque()
-        self.gpu: FakeCuda
-        self.deaf = False  # ignores waits, to show that they are needed
+        self.deaf = deaf  # ignores waits, to show that they are needed
+        self.clock: Clock = {}
 
     def wait_event(self, event: FakeEvent) -> None:
         if event.moment is not None and not self.deaf:
             self.queue.append((event.moment,))
+            join(self.clock, event.moment.clock)
 
     def synchronize(self) -> None:
+        self.gpu.num_synchronized += 1
         while self.queue:
             self.gpu.run_towards(self)
+        join(self.gpu.host.clock, self.clock)
 
     @property
     def stuck(self) -> bool:
         """Whether its head waits for another stream."""
         head = self.queue[0]
         return isinstance(head, tuple) and not head[0].passed
+
+    def tick(self) -> Clock:
+        """Returns the clock of an operation that is enqueued now."""
+        join(self.clock, self.gpu.host.clock)
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return dict(self.clock)
 
     def run_one(self) -> None:
         item = self.queue.popleft()
@@ -66,40 +94,75 @@ class FakeStream:
 class FakeEvent:
     """Stands for its last recording, as CUDA's events do."""
 
+    gpu: FakeCuda
+
     def __init__(self) -> None:
         self.moment: Moment | None = None
+        self.gpu.num_events += 1
 
     def record(self, stream: FakeStream) -> None:
-        self.moment = Moment()
+        self.moment = Moment(dict(stream.clock))
         stream.queue.append(self.moment)
+        if self.gpu.eager:
+            self.gpu.drain()
 
     def query(self) -> bool:
-        return self.moment is None or self.moment.passed
+        if self.moment is None:
+            return True
+        if self.moment.passed:
+            join(self.gpu.host.clock, self.moment.clock)
+        return self.moment.passed
+
+
+class Host:
+    """A thread of the host, as an actor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: Clock = {}
+
+    def tick(self) -> Clock:
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return dict(self.clock)
 
 
 class FakeCuda(TorchDispatchMode):
-    """Stands in for `torch.cuda`, and for the device behind it."""
+    """Stands in for `torch.cuda`, and for the device behind it.
 
-    Event = FakeEvent
+    Args:
+        seed: of the order in which queued operations run.
+        deaf: the name of a stream that ignores waits.
+        granule: see `Checker`.
+        eager: runs everything at once; what is left is the checker.
+    """
 
-    def __init__(self, seed: int, *, deaf: str = "") -> None:
+    def __init__(
+        self, seed: int, *, deaf: str = "", granule: int = 1, eager: bool = False
+    ) -> None:
         super().__init__()
         self._rng = random.Random(seed)
         self._deaf = deaf
-        self.compute = self._made(FakeStream("compute"))
+        self.eager = eager
+        self.checker = Checker(granule)
+        self.Event = type("Event", (FakeEvent,), {"gpu": self})
+        self.host = self.model = Host("model")
+        self.compute = FakeStream("compute", self, deaf=deaf == "compute")
         self.streams = [self.compute]
         self._current = [self.compute]
+        self.num_events = self.num_allocated = self.num_synchronized = 0
         # Drawn once a device: a stream that is far slower than the others is the
         # likeliest to betray a missing wait.
-        self._slow = self._rng.choice(["compute", "stores", "loads", ""])
+        self._slow = self._rng.choice(["compute", "stores", "loads", "copies", ""])
 
-    def _made(self, stream: FakeStream) -> FakeStream:
-        stream.gpu = self
-        stream.deaf = stream.name == self._deaf
-        return stream
+    def set_device(self, device: object) -> None:
+        pass
 
     def Stream(self, priority: int = 0) -> FakeStream:  # noqa: N802 - torch's name
-        stream = self._made(FakeStream("loads" if priority < 0 else "stores"))
+        direction = "loads" if priority < 0 else "stores"
+        # A lane makes the stream of its kernels first.
+        seen = Counter(stream.name.split(":")[0] for stream in self.streams)
+        name = f"{direction}:{'copies' if seen[direction] else 'kernels'}"
+        stream = FakeStream(name, self, deaf=name == self._deaf)
         self.streams.append(stream)
         return stream
 
@@ -114,6 +177,28 @@ class FakeCuda(TorchDispatchMode):
         finally:
             self._current.pop()
 
+    @contextlib.contextmanager
+    def on(self, host: Host) -> Iterator[None]:
+        """Inside, another thread of the host acts."""
+        before, self.host = self.host, host
+        try:
+            yield
+        finally:
+            self.host = before
+
+    def on_host(
+        self,
+        what: str,
+        *,
+        reads: list[torch.Tensor] | None = None,
+        writes: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Tells what the current thread of the host reads and writes."""
+        clock = self.host.tick()
+        self.checker.access(
+            what, self.host.name, clock, reads=reads or (), writes=writes or ()
+        )
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -122,12 +207,26 @@ class FakeCuda(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _HELD_BACK:
+        self.num_allocated += func.overloadpacket.__name__.startswith("empty")
+        if func not in _ACCESSES:
             return func(*args, **kwargs)
+        stream = self.current_stream()
+        clock = stream.tick()
+        what = f"{func.overloadpacket.__name__} on {stream.name}"
+
+        def run() -> None:
+            # Only now is the content of an index known.
+            reads, writes = _ACCESSES[func](*args, **kwargs)
+            self.checker.access(what, stream.name, clock, reads=reads, writes=writes)
+            func(*args, **kwargs)
+
         # Host data that a pageable copy would have read by now is not modelled: the
         # code under test never changes a source after the call.
-        self.current_stream().queue.append(lambda: func(*args, **kwargs))
-        return kwargs.get("out", args[0])
+        stream.queue.append(run)
+        if self.eager:
+            self.drain()
+        batched = func is aten._foreach_copy_.default
+        return None if batched else kwargs.get("out", args[0])
 
     def advance(self, num_steps: int) -> None:
         """Runs up to so many queued items, in an order that the waits allow."""
@@ -137,7 +236,7 @@ class FakeCuda(TorchDispatchMode):
                 if not ready:
                     assert not any(s.queue for s in self.streams), "streams deadlock"
                     return
-                quick = [s for s in ready if s.name != self._slow]
+                quick = [s for s in ready if not self._slow or self._slow not in s.name]
                 if quick and self._rng.random() < 0.95:
                     ready = quick
                 self._rng.choice(ready).run_one()
@@ -164,37 +263,3 @@ def _switched_off() -> Iterator[None]:
     # In inference mode, as the code that enqueued the operations may have been.
     with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
         yield
-
-
-class ImmediateCuda:
-    """Stands in for `torch.cuda` where order is not the question: all runs at once."""
-
-    class Event:
-        """Has always passed."""
-
-        def record(self, stream: object) -> None:
-            pass
-
-        def query(self) -> bool:
-            return True
-
-    class Stream:
-        """Has nothing to wait for."""
-
-        def __init__(self, priority: int = 0) -> None:
-            self.priority = priority
-
-        def wait_event(self, event: object) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            pass
-
-    def __init__(self) -> None:
-        self._stream = self.Stream()
-
-    def current_stream(self) -> Stream:
-        return self._stream
-
-    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()

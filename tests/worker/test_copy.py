@@ -145,32 +145,53 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+BACKWARDS, SHUFFLED, RUNS = "backwards", "shuffled", "runs"
+INDEXED = {"index_select", "index_copy_"}
+
+
 @pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize(
-    ("block_bytes", "neighbours", "expected"),
+    ("block_bytes", "blocks_are", "rows_are", "stored_by", "loaded_by"),
     [
-        (64, False, {"index_select", "index_copy_"}),
-        (2048, False, {"index_select", "index_copy_"}),
-        (64, True, set()),
-        (4096, False, set()),
-        (96 * 1024, True, set()),
-        (32_768 * 8, True, set()),
-        (32_768 * 24 + 8, True, set()),
+        (64, SHUFFLED, SHUFFLED, INDEXED, INDEXED),
+        (2048, SHUFFLED, SHUFFLED, INDEXED, INDEXED),
+        (4096, SHUFFLED, SHUFFLED, set(), set()),
+        # Slots are neighbours, blocks are not: straight, without a temporary.
+        (64, BACKWARDS, RUNS, {"index_select"}, set()),
+        (65_536, BACKWARDS, RUNS, {"index_select"}, set()),
+        (2048, RUNS, BACKWARDS, set(), {"index_select"}),
+        (64, RUNS, RUNS, set(), set()),
+        (96 * 1024, RUNS, RUNS, set(), set()),
+        (32_768 * 8, RUNS, RUNS, set(), set()),
+        (32_767 * 8, BACKWARDS, RUNS, {"index_select"}, set()),
+        (32_768 * 8, BACKWARDS, RUNS, set(), set()),
+        (32_768 * 24 + 8, SHUFFLED, SHUFFLED, set(), set()),
     ],
 )
 def test_no_operation_is_large_enough_for_the_models_threads(
-    block_bytes: int, neighbours: bool, expected: set[str], to_host: bool
+    block_bytes: int,
+    blocks_are: str,
+    rows_are: str,
+    stored_by: set[str],
+    loaded_by: set[str],
+    to_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     num_blocks = 600 if block_bytes < 100_000 else 20
     filled = torch.full((num_blocks, block_bytes), int(to_host), dtype=torch.uint8)
     caches = {"l": filled}
     layout = derive_layout(caches, num_blocks)
     pool = torch.ones_like(filled) - filled
-    rows = list(range(num_blocks))
-    block_ids = rows if neighbours else rows[::-1]
+    order = {RUNS: list(range(num_blocks)), BACKWARDS: list(range(num_blocks))[::-1]}
+    order[SHUFFLED] = [*order[RUNS][1::2], *order[RUNS][::2]]
+    block_ids = order[blocks_are]
+    rows = order[rows_are]
+    if blocks_are == rows_are == SHUFFLED:
+        rows = rows[::-1]
     with Recorder() as recorder:
         copy_on_cpu(layout, pool, block_ids, rows, to_host=to_host)
-    assert set(recorder.sizes) == expected
+    assert set(recorder.sizes) == (stored_by if to_host else loaded_by)
     assert max(recorder.sizes.values(), default=0) < GRAIN_ELEMENTS
     stored = pool if to_host else caches["l"]
     assert torch.equal(stored, torch.ones_like(stored))

@@ -1,194 +1,49 @@
 """Orders on the device: every wait that CudaTransfer makes, and that each is needed.
 
-`FakeCuda` runs the three streams in random orders that respect nothing but the waits.
+`FakeCuda` runs the five streams, and the two launching threads beside them, in random
+orders that respect nothing but the waits, and checks what orders every access.
 `Traffic` plays vLLM and the planner on top of it and knows which bytes belong where.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from worker.fake_cuda import FakeCuda, FakeEvent
+from worker.fake_cuda import FakeCuda
+from worker.fake_launcher import InlineLauncher
+from worker.happens_before import HazardError
+from worker.traffic import NUM_BLOCKS, Traffic, WrongBytesError, check
 
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer
+from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer, DeviceTerms
 from vllm_ctx_offload.worker.kv_layout import derive_layout
-from vllm_ctx_offload.worker.transfer import JobResult
+from vllm_ctx_offload.worker.lane import InFlight, Lane
+from vllm_ctx_offload.worker.paths import Path
 
-NUM_BLOCKS = 10
-NUM_ROWS = 8
 NUM_SEEDS = 40
-
-
-class WrongBytesError(AssertionError):
-    """Something was read before it was written, or overwritten before it was read."""
-
-
-def check(tensor: torch.Tensor, value: int, what: str) -> None:
-    if not bool((tensor == value).all()):
-        raise WrongBytesError(f"{what} holds {tensor.unique().tolist()}, not {value}")
-
-
-class Traffic:
-    """Steps of an engine, each block and row filled with one value."""
-
-    def __init__(
-        self, seed: int, *, kind: type[CudaTransfer] = CudaTransfer, deaf: str = ""
-    ) -> None:
-        self.rng = random.Random(seed)
-        self.gpu = FakeCuda(seed, deaf=deaf)
-        self.caches = [torch.zeros((NUM_BLOCKS, 4), dtype=torch.uint8) for _ in (0, 1)]
-        layout = derive_layout({"a": self.caches[0], "b": self.caches[1]}, NUM_BLOCKS)
-        self.pool = torch.zeros((NUM_ROWS, layout.bytes_per_block), dtype=torch.uint8)
-        self.transfer = kind(
-            layout, self.pool, pinned=False, cuda=self.gpu, scratch_bytes=2 * 8
-        )
-        self.num_jobs = 0
-        self.next_value = 0
-        self.blocks = [0] * NUM_BLOCKS  # the value that compute finds in a block
-        self.ready: dict[int, int] = {}  # row -> value, of ended stores
-        self.stores: dict[int, tuple[TransferJob, list[int]]] = {}
-        self.loads: dict[int, tuple[TransferJob, list[int]]] = {}
-        self.outputs: list[tuple[torch.Tensor, int]] = []
-        self.reported: list[int] = []
-
-    def play(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self._step()
-        while self.stores or self.loads:
-            with self.gpu:
-                self.gpu.advance(3)
-                results = self.transfer.poll()
-            self._take(results)
-        self.gpu.drain()
-        for output, value in self.outputs:
-            check(output, value, "an output")
-        for block, value in enumerate(self.blocks):
-            self._check_block(block, value)
-        assert sorted(self.reported) == list(range(self.num_jobs))
-
-    def _step(self) -> None:
-        """Forward passes and jobs as a plan orders them; some loads come after it."""
-        writable = [b for b in range(NUM_BLOCKS) if b not in self._targets()]
-        self.rng.shuffle(writable)
-        late, to_load, written = writable[:1], writable[1:3], writable[3:6]
-        read = writable[5:8]
-        with self.gpu:
-            self.gpu.advance(self.rng.randrange(12))
-            results = self.transfer.poll()
-        self._take(results)
-        with self.gpu:
-            self._store(late)
-            self.transfer.fence(self._sources_in({*to_load, *written}))
-            loads_first = self.rng.random() < 0.5
-            if loads_first:
-                self._load(to_load)
-            self._forward(read, written)
-            if not loads_first:
-                self._load(to_load)
-            self._store(written)
-
-    def _targets(self) -> set[int]:
-        return {b for job, _ in self.loads.values() for b in job.block_ids}
-
-    def _sources_in(self, reused: Iterable[int]) -> list[int]:
-        blocks = set(reused)
-        return [
-            job_id
-            for job_id, (job, _) in self.stores.items()
-            if blocks & set(job.block_ids)
-        ]
-
-    def _forward(self, read: list[int], written: list[int]) -> None:
-        for block in read:
-            for cache in self.caches:
-                output = torch.empty(4, dtype=torch.uint8)
-                output.copy_(cache[block])
-                self.outputs.append((output, self.blocks[block]))
-        for block in written:
-            self.next_value = self.next_value % 250 + 1
-            self.blocks[block] = self.next_value
-            for cache in self.caches:
-                cache[block].fill_(self.next_value)
-
-    def _store(self, blocks: list[int]) -> None:
-        free = self._free_rows()
-        self.rng.shuffle(free)
-        pairs = list(zip(blocks, free, strict=False))
-        if pairs:
-            for _, row in pairs:
-                self.ready.pop(row, None)
-            job = self._job(pairs)
-            self.stores[job.job_id] = (job, [self.blocks[b] for b in job.block_ids])
-            self.transfer.submit(job, to_host=True)
-
-    def _load(self, blocks: list[int]) -> None:
-        rows = self.rng.sample(sorted(self.ready), min(len(self.ready), len(blocks)))
-        pairs = list(zip(blocks, rows, strict=False))
-        if pairs:
-            job = self._job(pairs)
-            self.loads[job.job_id] = (job, [self.ready[row] for row in rows])
-            self.transfer.submit(job, to_host=False)
-
-    def _free_rows(self) -> list[int]:
-        """Rows that no open job uses; what they hold is evicted."""
-        used = {
-            row
-            for job, _ in [*self.stores.values(), *self.loads.values()]
-            for row in job.rows
-        }
-        return [row for row in range(NUM_ROWS) if row not in used]
-
-    def _job(self, pairs: list[tuple[int, int]]) -> TransferJob:
-        blocks, rows = zip(*pairs, strict=True)
-        self.num_jobs += 1
-        return TransferJob(self.num_jobs - 1, "r", blocks, rows)
-
-    def _take(self, results: list[JobResult]) -> None:
-        for result in results:
-            self.reported.append(result.job.job_id)
-            jobs = self.stores if result.to_host else self.loads
-            job, values = jobs.pop(result.job.job_id)
-            for block, row, value in zip(job.block_ids, job.rows, values, strict=True):
-                if result.to_host:
-                    self._end_store(row, value, ok=result.ok)
-                else:
-                    self._end_load(block, value, ok=result.ok)
-
-    def _end_store(self, row: int, value: int, *, ok: bool) -> None:
-        if ok:
-            check(self.pool[row], value, "a stored row")
-            self.ready[row] = value
-        else:
-            # Free at once: a copy that still runs would spoil the next chunk here.
-            self.pool[row] = 255
-            self.ready[row] = 255
-
-    def _end_load(self, block: int, value: int, *, ok: bool) -> None:
-        if ok:
-            self.blocks[block] = value
-        else:
-            # The block goes to another request, which may read what it wrote.
-            self.blocks[block] = 254
-            for cache in self.caches:
-                cache[block] = 254
-        self._check_block(block, self.blocks[block])
-
-    def _check_block(self, block: int, value: int) -> None:
-        for cache in self.caches:
-            check(cache[block], value, f"block {block}")
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_every_byte_is_right_in_any_order_that_the_waits_allow(seed: int) -> None:
-    Traffic(seed).play(30)
+    traffic = Traffic(seed)
+    traffic.play(30)
+    assert traffic.num_failed == 0
+    assert traffic.gpu.checker.num_accesses > 100
 
 
-class FailsSometimes(CudaTransfer):
+@pytest.mark.slow
+def test_ten_thousand_random_schedules_have_no_hazard() -> None:
+    for seed in range(10_000):
+        lane = FailsSometimes if seed % 4 == 0 else Lane
+        traffic = Traffic(seed, lane=lane)
+        traffic.play(3)
+        assert lane is FailsSometimes or traffic.num_failed == 0
+
+
+class FailsSometimes(Lane):
     """Fails in the middle of some jobs, when a part of their copies is under way."""
 
     num_calls = 0
@@ -206,10 +61,16 @@ class FailsSometimes(CudaTransfer):
         super()._load_piece(*args)
         self._fail_now()
 
+    def _copy_pages(self, in_flight: InFlight) -> None:
+        super()._copy_pages(in_flight)
+        self._fail_now()
+
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_a_failed_job_is_reported_once_its_copies_are_over(seed: int) -> None:
-    Traffic(seed, kind=FailsSometimes).play(30)
+    traffic = Traffic(seed, lane=FailsSometimes)
+    traffic.play(30)
+    assert traffic.num_failed > 0
 
 
 class OneScratch(CudaTransfer):
@@ -217,28 +78,73 @@ class OneScratch(CudaTransfer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loads.scratch = self._stores.scratch
+        for one, other in zip(self._loads._halves, self._stores._halves, strict=True):
+            object.__setattr__(one, "scratch", other.scratch)
 
 
-class ReportsEarly(CudaTransfer):
-    """Broken: takes a job for done when its stream has reached it."""
+class OneHalf(Lane):
+    """Broken: the halves of the scratch are the same memory."""
 
-    def submit(self, job: TransferJob, *, to_host: bool) -> None:
-        lane = self._stores if to_host else self._loads
-        begun = FakeEvent()
-        begun.record(lane.stream)
-        super().submit(job, to_host=to_host)
-        lane.jobs[-1].done = begun
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        first, second = self._halves
+        object.__setattr__(second, "scratch", first.scratch)
+
+
+class ReportsEarly(Lane):
+    """Broken: takes a job for done when its kernels are."""
+
+    def _end(self, in_flight: InFlight) -> None:
+        super()._end(in_flight)
+        in_flight.done.record(self._first)
 
 
 class ReportsFailuresEarly(FailsSometimes):
     """Broken: reports a failed job at once."""
 
-    def submit(self, job: TransferJob, *, to_host: bool) -> None:
-        super().submit(job, to_host=to_host)
-        last = (self._stores if to_host else self._loads).jobs[-1]
-        if not last.ok:
-            last.done = FakeEvent()  # never recorded, so it has passed
+    def _end(self, in_flight: InFlight) -> None:
+        super()._end(in_flight)
+        if not in_flight.ok:
+            in_flight.done = self._terms.cuda.Event()  # not recorded: it has passed
+
+
+class ForgetsHalves(FailsSometimes):
+    """Broken: after a failure a half is taken for free as it was before."""
+
+    def _fail_now(self) -> None:
+        self.num_calls += 1
+        if self.num_calls % 3 == 0:
+            for half in self._halves:
+                object.__setattr__(half, "free", self._terms.cuda.Event())
+            raise RuntimeError("injected")
+
+    def _end(self, in_flight: InFlight) -> None:
+        ok, in_flight.ok = in_flight.ok, True
+        super()._end(in_flight)
+        in_flight.ok = ok
+
+
+class ReadsEarly(Lane):
+    """Broken: takes the sources of a direct store for read before the copies."""
+
+    def _end(self, in_flight: InFlight) -> None:
+        super()._end(in_flight)
+        in_flight.sources_read.record(self._first)
+
+
+class ReusesIndex(Lane):
+    """Broken: an index is used anew while a kernel may still read it."""
+
+    def launch(self, in_flight: InFlight) -> None:
+        super().launch(in_flight)
+        self.give_back(in_flight)
+
+
+class LaunchedTooSoon(Lane):
+    """Broken: a job counts as launched before its events are recorded."""
+
+    def launch(self, in_flight: InFlight) -> None:
+        pass
 
 
 class NoFence(CudaTransfer):
@@ -255,40 +161,110 @@ class FencesTheFirst(CudaTransfer):
         super().fence(sorted(job_ids)[:1])
 
 
-BROKEN: dict[str, tuple[type[CudaTransfer], str]] = {
-    "a store does not wait for compute": (CudaTransfer, "stores"),
-    "a load does not wait for compute": (CudaTransfer, "loads"),
-    "compute does not wait at a fence": (CudaTransfer, "compute"),
-    "a fence does nothing": (NoFence, ""),
-    "a fence waits for one store": (FencesTheFirst, ""),
-    "both directions share a scratch": (OneScratch, ""),
-    "jobs are reported early": (ReportsEarly, ""),
-    "failed jobs are reported early": (ReportsFailuresEarly, ""),
+class FencesUnlaunched(CudaTransfer):
+    """Broken: waits for the event of a store that was not recorded yet."""
+
+    def _wait_for_launch(self, in_flight: InFlight) -> None:
+        pass
+
+
+class IgnoresLaunch(CudaTransfer):
+    """Broken: believes the events of a job that was not launched yet."""
+
+    def submit(self, job: TransferJob, *, to_host: bool) -> None:
+        super().submit(job, to_host=to_host)
+        (self._stores if to_host else self._loads).open[-1].launched = True
+
+
+Broken = tuple[type[CudaTransfer], type[Lane], str]
+WHOLE = CudaTransfer
+BROKEN: dict[str, Broken] = {
+    "a store's kernels wait for nothing": (WHOLE, Lane, "stores:kernels"),
+    "a store's copies wait for nothing": (WHOLE, Lane, "stores:copies"),
+    "a load's kernels wait for nothing": (WHOLE, Lane, "loads:kernels"),
+    "a load's copies wait for nothing": (WHOLE, Lane, "loads:copies"),
+    "compute does not wait at a fence": (WHOLE, Lane, "compute"),
+    "a fence does nothing": (NoFence, Lane, ""),
+    "a fence waits for one store": (FencesTheFirst, Lane, ""),
+    "a fence does not wait for a launch": (FencesUnlaunched, Lane, ""),
+    "a job is reported before its launch": (IgnoresLaunch, Lane, ""),
+    "both directions share a scratch": (OneScratch, Lane, ""),
+    "both halves are one": (WHOLE, OneHalf, ""),
+    "jobs are reported early": (WHOLE, ReportsEarly, ""),
+    "failed jobs are reported early": (WHOLE, ReportsFailuresEarly, ""),
+    "a failed job's half is used at once": (WHOLE, ForgetsHalves, ""),
+    "a fence is over before direct copies": (WHOLE, ReadsEarly, ""),
+    "an index is reused at once": (WHOLE, ReusesIndex, ""),
 }
+
+
+def caught(what: str, *, checked: bool) -> set[type[AssertionError]]:
+    """Returns what is found out over all seeds; a run ends at its first finding."""
+    kind, lane, deaf = BROKEN[what]
+    errors: set[type[AssertionError]] = set()
+    for seed in range(NUM_SEEDS):
+        traffic = Traffic(seed, kind=kind, lane=lane, deaf=deaf, checked=checked)
+        try:
+            traffic.play(30)
+        except (HazardError, WrongBytesError) as error:
+            errors.add(type(error))
+    return errors
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_without_it_bytes_go_wrong(what: str) -> None:
-    kind, deaf = BROKEN[what]
-    caught = 0
-    for seed in range(NUM_SEEDS):
-        try:
-            Traffic(seed, kind=kind, deaf=deaf).play(30)
-        except WrongBytesError:
-            caught += 1
-    assert caught > 0
+    assert caught(what, checked=False) == {WrongBytesError}
 
 
-def test_closing_waits_for_copies_that_still_use_the_pool() -> None:
-    traffic = Traffic(0)
+@pytest.mark.parametrize("what", BROKEN)
+def test_without_it_the_checker_finds_a_hazard(what: str) -> None:
+    assert HazardError in caught(what, checked=True)
+
+
+@pytest.mark.parametrize("path", Path)
+def test_closing_waits_for_copies_that_still_use_the_pool(path: Path) -> None:
+    traffic = Traffic(0, path=path)
     with traffic.gpu:
         traffic._forward([], [1, 2, 3])
         traffic._store([1, 2, 3])
+        traffic.launchers[0].run(1)
         traffic.transfer.close()
         (result,) = traffic.transfer.poll()
     assert result.ok
     for row, value in zip(result.job.rows, (1, 2, 3), strict=True):
         check(traffic.pool[row], value, "a stored row")
+
+
+def test_jobs_that_were_not_launched_when_closing_end_as_failed() -> None:
+    traffic = Traffic(0)
+    with traffic.gpu:
+        traffic._store([1, 2])
+        traffic.transfer.close()
+        traffic._store([3])
+        traffic.gpu.drain()
+        results = traffic.transfer.poll()
+    assert [(result.job.job_id, result.ok) for result in results] == [
+        (0, False),
+        (1, False),
+    ]
+    assert not traffic.pool.any()
+
+
+def test_a_long_job_stops_between_its_pieces_when_closing() -> None:
+    class Closes(Lane):
+        def _store_piece(self, *args: Any) -> None:
+            super()._store_piece(*args)
+            self.stopping = True
+
+    traffic = Traffic(0, lane=Closes, path=Path.STAGED)
+    with traffic.gpu:
+        traffic._forward([], [1, 2, 3])
+        traffic._store([1, 2, 3])
+        traffic.launchers[0].run(1)
+        traffic.transfer.close()
+        (result,) = traffic.transfer.poll()
+    assert not result.ok
+    assert traffic.pool.count_nonzero() == 8
 
 
 def test_jobs_of_a_direction_are_reported_in_order_and_no_earlier() -> None:
@@ -297,6 +273,7 @@ def test_jobs_of_a_direction_are_reported_in_order_and_no_earlier() -> None:
         traffic._forward([], [1, 2])
         traffic._store([1])
         traffic._store([2])
+        traffic.launchers[0].run(2)
         assert traffic.transfer.poll() == []
         traffic.gpu.drain()
         results = traffic.transfer.poll()
@@ -305,35 +282,155 @@ def test_jobs_of_a_direction_are_reported_in_order_and_no_earlier() -> None:
     assert [result.num_bytes for result in results] == [8, 8]
 
 
-def test_a_failed_job_moved_no_bytes() -> None:
-    class Fails(CudaTransfer):
-        def _store_piece(self, *args: Any) -> None:
-            raise RuntimeError("injected")
-
-    traffic = Traffic(0, kind=Fails)
+def test_a_job_outside_cache_or_pool_fails_and_touches_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    traffic = Traffic(0)
+    jobs: list[tuple[Sequence[int], Sequence[int]]] = [
+        ((1,), ()),
+        ((NUM_BLOCKS,), (0,)),
+        ((0, -1), (0, 1)),
+        ((0,), (99,)),
+    ]
     with traffic.gpu:
-        traffic._store([1, 2, 3])
+        for number, (blocks, rows) in enumerate(jobs):
+            job = TransferJob(number, "r", tuple(blocks), tuple(rows))
+            traffic.transfer.submit(job, to_host=True)
+        traffic.launchers[0].run(9)
+        traffic.gpu.drain()
+        results = traffic.transfer.poll()
+    assert [result.ok for result in results] == [False] * 4
+    assert [result.num_bytes for result in results] == [0] * 4
+    assert traffic.gpu.checker.num_accesses == 0
+    assert "lies outside 0 to 9" in caplog.text
+
+
+def test_a_store_lets_compute_go_on_once_it_has_gathered() -> None:
+    """The copy to the host, which takes far longer, is not waited for."""
+    traffic = Traffic(0, path=Path.STAGED)
+    with traffic.gpu:
+        traffic._store([1])
+        traffic.transfer.fence([0])
+        traffic._forward([], [1])
+        stores = traffic.transfer._stores
+        held_back = list(stores.copies.queue)
+        stores.copies.queue.clear()
+        while traffic.gpu.compute.queue:
+            traffic.gpu.run_towards(traffic.gpu.compute)
+        assert traffic.transfer.poll() == []
+        stores.copies.queue.extend(held_back)
         traffic.gpu.drain()
         (result,) = traffic.transfer.poll()
-    assert not result.ok
-    assert result.num_bytes == 0
+    check(traffic.pool[result.job.rows[0]], 0, "a stored row")
 
 
-def test_index_tensors_live_until_their_job_is_done() -> None:
+@pytest.mark.parametrize("path", Path)
+def test_a_steady_state_allocates_nothing_and_waits_for_nothing(path: Path) -> None:
+    traffic = Traffic(3, path=path)
+    counts = []
+    for _ in range(6):
+        with traffic.gpu:
+            for to_host in (True, False) * 4:
+                blocks, rows = ((4, 2, 7), (1, 2, 3)) if to_host else ((1, 3), (5, 6))
+                job = TransferJob(0, "r", blocks, rows)
+                traffic.transfer.submit(job, to_host=to_host)
+                for launcher in traffic.launchers:
+                    launcher.run(1)
+            traffic.transfer.fence([0])
+            traffic.gpu.drain()
+            assert len(traffic.transfer.poll()) == 8
+            gpu = traffic.gpu
+        counts.append((gpu.num_events, gpu.num_allocated, gpu.num_synchronized))
+    assert len(set(counts)) == 1
+    assert counts[0][2] == 0
+
+
+def test_polling_waits_for_the_first_end_but_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traffic = Traffic(0)
+    now = [0.0]
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        now[0] += seconds
+        if len(looks) == 20:
+            traffic.launchers[0].run(1)
+            traffic.gpu.drain()
+
+    module = "vllm_ctx_offload.worker.cuda_transfer.time"
+    monkeypatch.setattr(f"{module}.sleep", sleep)
+    monkeypatch.setattr(f"{module}.monotonic", lambda: now[0])
     with traffic.gpu:
-        traffic._store([4, 2, 7])
-    (in_flight,) = traffic.transfer._stores.jobs
-    # On a GPU each piece has one index on the host and one on the device.
-    kept = [index.tolist() for index in in_flight.kept]
-    assert kept == [[4, 2], [4, 2], [7], [7]]
+        assert traffic.transfer.poll(5.0) == []
+        assert now[0] == 0
+        traffic._store([1])
+        assert traffic.transfer.poll() == []
+        assert traffic.transfer.poll(0.001) == []
+        assert 0.001 <= now[0] < 0.0012
+        (result,) = traffic.transfer.poll(5.0)
+    assert result.ok
+    assert now[0] < 0.01
 
 
-def test_a_block_larger_than_the_scratch_still_fits() -> None:
-    cache = torch.zeros((NUM_BLOCKS, 64), dtype=torch.uint8)
-    layout = derive_layout({"l": cache}, NUM_BLOCKS)
-    pool = torch.zeros((2, 64), dtype=torch.uint8)
-    transfer = CudaTransfer(
-        layout, pool, pinned=False, cuda=FakeCuda(0), scratch_bytes=10
+def make(
+    block_bytes: int, scratch_bytes: int, num_layers: int = 1, **terms: Any
+) -> CudaTransfer:
+    caches = {
+        f"l{number}": torch.zeros((NUM_BLOCKS, block_bytes), dtype=torch.uint8)
+        for number in range(num_layers)
+    }
+    layout = derive_layout(caches, NUM_BLOCKS)
+    pool = torch.zeros((2, layout.bytes_per_block), dtype=torch.uint8)
+    return CudaTransfer(
+        layout,
+        pool,
+        DeviceTerms(FakeCuda(0), scratch_bytes=scratch_bytes, **terms),
+        InlineLauncher,
     )
-    assert transfer._stores.scratch.shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "scratch_bytes", "rows"),
+    [(64, 10, 1), (64, 128, 1), (64, 6 * 64 + 1, 3), (64, 1024**3, NUM_BLOCKS)],
+)
+def test_a_half_of_the_scratch_holds_a_block_and_at_most_all(
+    block_bytes: int, scratch_bytes: int, rows: int
+) -> None:
+    transfer = make(block_bytes, scratch_bytes, pinned=False)
+    for lane in (transfer._stores, transfer._loads):
+        assert [half.scratch.shape for half in lane._halves] == [(rows, 64)] * 2
+
+
+def test_indices_grow_to_the_largest_job_and_are_kept() -> None:
+    lane = make(64, 128, pinned=False)._stores
+    index = lane._index_for(5000)
+    assert [part.shape[0] for part in index] == [8192, 8192]
+    lane._indices.append(index)
+    assert lane._index_for(5000) is index
+    assert lane._index_for(5)[0].shape[0] == 4096
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "num_layers", "num_blocks", "pinned", "path"),
+    [
+        (65_536, 1, 1, True, Path.STAGED),
+        (512 * 1024, 2, 512, True, Path.DIRECT),
+        (512 * 1024, 2, 513, True, Path.STAGED),
+        (2 * 1024**2, 2, 513, True, Path.DIRECT),
+        (2 * 1024**2, 2, 4097, True, Path.STAGED),
+        (2 * 1024**2, 2, 1, False, Path.STAGED),
+    ],
+)
+def test_pages_that_are_large_and_few_are_copied_directly(
+    page_bytes: int, num_layers: int, num_blocks: int, pinned: bool, path: Path
+) -> None:
+    lane = make(page_bytes, 1024, num_layers, pinned=pinned)._stores
+    assert lane._path(num_blocks) is path
+
+
+def test_with_one_segment_neighbours_are_one_copy() -> None:
+    one, two = (make(64, 128, n, pinned=True)._stores._pages for n in (1, 2))
+    assert [len(part) for part in one.pairs((4, 5, 7), (0, 1, 0))] == [2, 2]
+    assert [len(part) for part in two.pairs((4, 5, 7), (0, 1, 0))] == [6, 6]

@@ -34,7 +34,7 @@ class Device:
     def __init__(self) -> None:
         self.cache = torch.zeros((NUM_BLOCKS, WORDS), dtype=torch.int32, device="cuda")
         layout = derive_layout({"l": self.cache}, NUM_BLOCKS)
-        self.pool = HostPool(NUM_BLOCKS, layout.bytes_per_block, pin=True)
+        self.pool = HostPool(NUM_BLOCKS, layout.bytes_per_block, "cuda")
         assert self.pool.pinned
         self.transfer = CudaTransfer(
             layout,
@@ -80,7 +80,7 @@ def test_blocks_of_every_layout_come_back_and_nothing_else_changes(
 ) -> None:
     case = build(layout, dtype, "cuda")
     found = derive_layout(case.caches, case.num_blocks)
-    pool = HostPool(9, found.bytes_per_block, pin=True)
+    pool = HostPool(9, found.bytes_per_block, "cuda")
     transfer = CudaTransfer(
         found, pool.rows, pinned=pool.pinned, scratch_bytes=3 * found.bytes_per_block
     )
@@ -174,14 +174,14 @@ def test_kernels_run_after_the_pool_could_not_be_pinned(
             return second
 
     monkeypatch.setattr(host_pool.torch.cuda, "cudart", RegistersTwice)
-    pool = HostPool(16, 4096, pin=True)
+    pool = HostPool(16, 4096, "cuda")
     assert not pool.pinned
     assert "Pinning host memory failed" in caplog.text
     monkeypatch.undo()
 
     case = build("block_first", torch.bfloat16, "cuda")
     layout = derive_layout(case.caches, case.num_blocks)
-    plain = HostPool(2, layout.bytes_per_block, pin=False)
+    plain = HostPool(2, layout.bytes_per_block)
     transfer = CudaTransfer(layout, plain.rows, pinned=False)
     prove_layout(transfer, case.caches, case.num_blocks)
     transfer.close()

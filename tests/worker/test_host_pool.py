@@ -25,10 +25,10 @@ def test_resident_memory_grows_by_what_was_asked_and_goes_back() -> None:
         from vllm_ctx_offload.worker.host_pool import HostPool
 
         rss = lambda: psutil.Process().memory_info().rss
-        HostPool(1, 4096, pin=False).close()
+        HostPool(1, 4096).close()
         before = rss()
         # Just above a power of two, where an allocator that rounds up shows.
-        pool = HostPool(264 * 16, 65_536, pin=False)
+        pool = HostPool(264 * 16, 65_536)
         full = rss()
         asked = pool.rows.nbytes
         pool.close()
@@ -48,7 +48,7 @@ def test_resident_memory_grows_by_what_was_asked_and_goes_back() -> None:
 
 
 def test_rows_are_zeroed_and_one_contiguous_range() -> None:
-    pool = HostPool(5, 33, pin=False)
+    pool = HostPool(5, 33)
     assert pool.rows.shape == (5, 33)
     assert pool.rows.is_contiguous()
     assert not pool.rows.any()
@@ -63,7 +63,7 @@ def test_too_little_memory_is_refused_in_one_sentence(
     monkeypatch.setattr(host_pool, "available_memory", lambda: limit)
     before = psutil.Process().memory_info().rss
     with pytest.raises(ConfigError) as caught:
-        HostPool(1024, MIB, pin=False)
+        HostPool(1024, MIB)
     message = str(caught.value)
     for part in ("cpu_bytes_to_use", "1.00 GiB", "300.00 MiB", "cgroup memory.max"):
         assert part in message
@@ -77,9 +77,9 @@ def test_a_pool_as_large_as_the_memory_left_is_accepted(
 ) -> None:
     limit = MemoryLimit(8192, "cgroup memory.max")
     monkeypatch.setattr(host_pool, "available_memory", lambda: limit)
-    HostPool(2, 4096, pin=False).close()
+    HostPool(2, 4096).close()
     with pytest.raises(ConfigError):
-        HostPool(2, 4097, pin=False)
+        HostPool(2, 4097)
 
 
 class FakeCudart:
@@ -108,6 +108,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, cudart: FakeCudart) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    # It would ask CUDA for the GPU's PCI slot.
+    monkeypatch.setattr(host_pool, "cores_near", lambda device: (None, set()))
 
 
 def test_the_pool_is_pinned_in_pieces_that_cover_it_once(
@@ -115,7 +117,7 @@ def test_the_pool_is_pinned_in_pieces_that_cover_it_once(
 ) -> None:
     cudart = FakeCudart()
     use(monkeypatch, cudart)
-    pool = HostPool(10, 1000, pin=True)
+    pool = HostPool(10, 1000, "cuda")
     assert pool.pinned
     base = pool.rows.data_ptr()
     assert cudart.registered == {base: 4096, base + 4096: 4096, base + 8192: 1808}
@@ -141,7 +143,7 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "ones", blamed)
-    pool = HostPool(10, 1000, pin=True)
+    pool = HostPool(10, 1000, "cuda")
     assert not pool.pinned
     assert cudart.registered == {}
     assert kernels == ["cuda"]
@@ -159,4 +161,4 @@ def test_memory_that_is_not_pinned_needs_no_cuda(
         raise AssertionError("CUDA was asked")
 
     monkeypatch.setattr(torch.cuda, "cudart", absent)
-    HostPool(2, 64, pin=False).close()
+    HostPool(2, 64).close()

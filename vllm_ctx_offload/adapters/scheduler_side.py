@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from vllm_ctx_offload.adapters.gauges import PoolGauges
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
@@ -45,7 +46,10 @@ class SchedulerSide:
         self._disabled = False
         # Promised loads that the planner did not take; without rows they fail.
         self._broken_loads: list[TransferJob] = []
-        self.manager = _make_manager(config, plan, self._stats)
+        policy = _policy(config, plan)
+        memory = HostMemoryManager(plan.num_slots, self._stats, policy, time.monotonic)
+        self._gauges = PoolGauges(plan, policy, memory, self._stats)
+        self.manager = _with_filter(config, memory)
         self.planner = Planner(
             plan,
             self.manager,
@@ -142,8 +146,10 @@ class SchedulerSide:
     def has_work(self) -> bool:
         return not self._disabled and self.planner.has_work
 
-    def take_stats(self) -> dict[str, float]:
-        """Returns the increments of the counters since the last call."""
+    def take_stats(self) -> dict[str, Any]:
+        """Returns what happened since the last call; see the module `stats`."""
+        self._attempt("get_kv_connector_stats", self._gauges.measure, None)
+        self._stats.set("disabled", to=int(self._disabled))
         return self._stats.take()
 
     def _attempt(self, hook: str, call: Callable[[], _T], fallback: _T) -> _T:
@@ -163,18 +169,16 @@ class SchedulerSide:
             return fallback
 
 
-def _make_manager(
-    config: OffloadConfig, plan: OffloadPlan, stats: OffloadStats
-) -> OffloadingManager:
-    policy = PolicyConfig(
+def _policy(config: OffloadConfig, plan: OffloadPlan) -> PolicyConfig:
+    return PolicyConfig(
         accounts=account_terms(config, plan.num_slots, plan.bytes_per_chunk),
         max_protected=config.max_protected.resolve(plan.num_slots),
         tokens_per_chunk=plan.tokens_per_chunk,
         plain_lru=config.eviction_policy == "lru",
     )
-    manager: OffloadingManager = HostMemoryManager(
-        plan.num_slots, stats, policy, time.monotonic
-    )
-    if config.store_threshold >= 2:
-        manager = ReuseFilter(manager, config.store_threshold, config.max_tracker_size)
-    return manager
+
+
+def _with_filter(config: OffloadConfig, memory: HostMemoryManager) -> OffloadingManager:
+    if config.store_threshold < 2:
+        return memory
+    return ReuseFilter(memory, config.store_threshold, config.max_tracker_size)

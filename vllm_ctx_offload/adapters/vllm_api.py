@@ -31,7 +31,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from vllm_ctx_offload.adapters.metrics import PrometheusCounters, summarize
+from vllm_ctx_offload.adapters.metrics import (
+    MetricClasses,
+    PrometheusMetrics,
+    summarize,
+)
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import ModelShape
@@ -39,6 +43,7 @@ from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
 __all__ = [
+    "HIT_SOURCE",
     "CtxOffloadMetadata",
     "CtxOffloadPromMetrics",
     "CtxOffloadStats",
@@ -58,12 +63,22 @@ __all__ = [
     "check_environment",
     "load_failures_recompute",
     "model_shape",
+    "position_among_ours",
     "runs_on_cuda",
     "step_events",
     "transfer_config",
 ]
 
 logger = logging.getLogger(__name__)
+
+# What vLLM's metrics call the place that our hits come from; older releases
+# do not ask.
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    HIT_SOURCE: Any = None
+else:
+    HIT_SOURCE = CacheHitSource.HOST
 
 SUPPORTED: Final = (Version("0.27.1"), Version("0.34.dev0"))
 
@@ -88,7 +103,7 @@ class CtxOffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class CtxOffloadStats(KVConnectorStats):
-    """Increments of counters; see `stats.OffloadStats` for the keys of `data`."""
+    """What happened in some steps; see the module `stats` for `data`."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -106,16 +121,46 @@ class CtxOffloadStats(KVConnectorStats):
 
 
 class CtxOffloadPromMetrics(KVConnectorPromMetrics):
-    """Feeds the increments into counters on vLLM's /metrics."""
+    """Brings the metrics on vLLM's /metrics up to date."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters = PrometheusCounters(
-            self._counter_cls, self._labelnames, self.per_engine_labelvalues
+        self._failed = False
+        self._metrics = PrometheusMetrics(
+            MetricClasses(self._counter_cls, self._gauge_cls, self._histogram_cls),
+            self._labelnames,
+            self.per_engine_labelvalues,
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self._counters.observe(transfer_stats_data, engine_idx)
+        try:
+            self._metrics.observe(transfer_stats_data, engine_idx)
+        except Exception:
+            # vLLM calls this where it hands out tokens, and would end with it.
+            if not self._failed:
+                logger.exception(
+                    "The vllm:ctx_offload_ metrics could not be updated. Said once; "
+                    "please report it with the lines below."
+                )
+            self._failed = True
+
+
+def position_among_ours(
+    vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+) -> int:
+    """Returns which of our connectors in one engine this is; 0: the first or only one.
+
+    A MultiConnector makes its connectors in the order of its list, with one and the
+    same `kv_cache_config` and a configuration for each. It does not say which is which.
+    """
+    name = f"_ctx_offload_{role.name.lower()}_configs"
+    ours: list[Any] = vars(kv_cache_config).setdefault(name, [])
+    mine = transfer_config(vllm_config)
+    for position, known in enumerate(ours):
+        if known is mine:
+            return position
+    ours.append(mine)
+    return len(ours) - 1
 
 
 def adopt_vllm_logging() -> None:

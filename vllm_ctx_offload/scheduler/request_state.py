@@ -92,7 +92,8 @@ class RequestOffloadState:
     load_job_id: int | None = None  # of the load that LOADING waits for
     load_failed: bool = False  # since it last had no blocks; it is computed then
     stepped_back: bool = False  # after that failure; see LoadPlanner.lookup
-    wait_until: float | None = None  # end of the wait for a chunk being stored
+    wait_began: float | None = None  # for a chunk being stored, since it was admitted
+    waited_s: float | None = None  # how long, once it was answered
     # Figures of the receipt, in tokens.
     lookup_tokens: int = 0
     loaded_tokens: int = 0

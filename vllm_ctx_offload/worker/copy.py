@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from vllm_ctx_offload.worker.kv_layout import BlockLayout
+from vllm_ctx_offload.worker.kv_layout import BlockLayout, Segment
 
 __all__ = ["Run", "copy_on_cpu", "runs_of"]
 
@@ -16,6 +16,10 @@ __all__ = ["Run", "copy_on_cpu", "runs_of"]
 _GRAIN_ELEMENTS = 32_768
 # Below this many bytes for one run, a call a run costs more than an indexed copy.
 _MIN_RUN_BYTES = 4096
+# From this many neighbours on, one operation a run is worth its call.
+_LONG_RUN = 8
+# What an indexed copy through a temporary takes at once, to stay in the caches.
+_COPY_BYTES = 256 * 1024
 
 
 class Run(NamedTuple):
@@ -58,29 +62,100 @@ def copy_on_cpu(
         rows: as many rows of the pool; the i-th block and the i-th row.
         to_host: the direction.
     """
-    runs = list(runs_of(block_ids, rows))
-    indices = torch.tensor((block_ids, rows), dtype=torch.int64)
+    if not rows:
+        return
+    job = _Indices.of(block_ids, rows) if to_host else _Indices.of(rows, block_ids)
     for segment in layout.segments:
         end = segment.offset + segment.num_bytes
         host = pool[:, segment.offset : end].view(layout.word)
-        device = segment.view
-        if segment.num_bytes * len(block_ids) < _MIN_RUN_BYTES * len(runs):
-            for blocks, places in torch.split(indices, _blocks_at_once(device), dim=1):
-                if to_host:
-                    host.index_copy_(0, places, device.index_select(0, blocks))
-                else:
-                    device.index_copy_(0, blocks, host.index_select(0, places))
-            continue
-        # Through numpy a run is one memcpy on this thread; PyTorch would share longer
-        # ones out to the model's threads, and takes twice as long for short ones.
-        on_host, on_device = host.numpy(), device.numpy()
-        for block, row, length in runs:
-            if to_host:
-                on_host[row : row + length] = on_device[block : block + length]
-            else:
-                on_device[block : block + length] = on_host[row : row + length]
+        source, target = (segment.view, host) if to_host else (host, segment.view)
+        _way(job, segment)(source, target, job)
+
+
+class _Indices(NamedTuple):
+    """One job: what is read, what is written, and what of it are neighbours."""
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+    runs: list[Run]  # neighbours on both sides
+    source_runs: list[Run]  # neighbours to read; `row` counts the pairs
+    target_runs: list[Run]  # neighbours to write; `row` counts the pairs
+
+    @classmethod
+    def of(cls, sources: Sequence[int], targets: Sequence[int]) -> _Indices:
+        pairs = range(len(sources))
+        return cls(
+            torch.tensor(sources, dtype=torch.int64),
+            torch.tensor(targets, dtype=torch.int64),
+            list(runs_of(sources, targets)),
+            list(runs_of(sources, pairs)),
+            list(runs_of(targets, pairs)),
+        )
+
+    def mean(self, runs: list[Run]) -> float:
+        return len(self.sources) / len(runs)
+
+
+_Way = Callable[[torch.Tensor, torch.Tensor, _Indices], None]
+
+
+def _way(job: _Indices, segment: Segment) -> _Way:
+    """Returns the quickest way for blocks of this size, as benchmarks/transfer.py saw.
+
+    Both sides in runs: slices. One side in runs, as when slots are neighbours and
+    blocks are not: one indexed operation a run, straight from source to target.
+    Neither: slices where blocks are large enough for a call each.
+    A block so large that torch would share it out is always a slice.
+    """
+    run_bytes = segment.num_bytes * job.mean(job.runs)
+    if segment.view.shape[1] >= _GRAIN_ELEMENTS:
+        return _slices
+    if job.mean(job.runs) >= _LONG_RUN and run_bytes >= _MIN_RUN_BYTES:
+        return _slices
+    if job.mean(job.target_runs) >= _LONG_RUN:
+        return _gather
+    if job.mean(job.source_runs) >= _LONG_RUN:
+        return _scatter
+    return _slices if run_bytes >= _MIN_RUN_BYTES else _through_a_copy
+
+
+# Through numpy a slice is one memcpy on this thread; PyTorch would share longer ones
+# out to the model's threads, and takes twice as long for short ones.
+def _slices(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+    read, written = source.numpy(), target.numpy()
+    for first, second, length in job.runs:
+        if length == 1:
+            written[second] = read[first]
+        else:
+            written[second : second + length] = read[first : first + length]
+
+
+def _gather(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+    at_once = _blocks_at_once(source)
+    for first, pair, length in job.target_runs:
+        for start in range(0, length, at_once):
+            count = min(at_once, length - start)
+            index = job.sources[pair + start : pair + start + count]
+            out = target[first + start : first + start + count]
+            torch.index_select(source, 0, index, out=out)
+
+
+# `index_copy_` copies element by element and takes half as long again.
+def _scatter(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+    read, written, index = source.numpy(), target.numpy(), job.targets.numpy()
+    for first, pair, length in job.source_runs:
+        written[index[pair : pair + length]] = read[first : first + length]
+
+
+def _through_a_copy(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+    at_once = min(_blocks_at_once(source), _COPY_BYTES // source[0].nbytes + 1)
+    pairs = torch.stack((job.sources, job.targets))
+    for sources, targets in torch.split(pairs, at_once, dim=1):
+        target.index_copy_(0, targets, source.index_select(0, sources))
 
 
 def _blocks_at_once(segment: torch.Tensor) -> int:
     """Returns how many blocks a copy may take that stays off the OpenMP threads."""
+    if torch.get_num_threads() == 1:  # of the calling thread, see copy_thread.py
+        return segment.shape[0]
     return max((_GRAIN_ELEMENTS - 1) // segment.shape[1], 1)

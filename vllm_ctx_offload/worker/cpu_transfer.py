@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.copy import copy_on_cpu
+from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores, work_alone
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
-from vllm_ctx_offload.worker.transfer import JobResult
+from vllm_ctx_offload.worker.transfer import JobResult, check_job
 
 __all__ = ["CpuTransfer"]
 
@@ -100,7 +99,8 @@ class CpuTransfer:
     # outside of it such tensors cannot be written. Others can be inside it.
     @torch.inference_mode()
     def _run(self) -> None:
-        _leave_the_models_cores()
+        leave_the_models_cores()
+        work_alone()
         while (submitted := self._next()) is not None:
             self._finish(submitted, ok=self._try_copy(submitted))
         with self._changed:
@@ -117,6 +117,7 @@ class CpuTransfer:
     def _try_copy(self, submitted: _Submitted) -> bool:
         job = submitted.job
         try:
+            check_job(job, self._layout.num_blocks, self._pool.shape[0])
             self._copy(
                 self._layout,
                 self._pool,
@@ -139,20 +140,3 @@ class CpuTransfer:
             self._num_open -= 1
             self._open_stores.discard(job.job_id)
             self._changed.notify_all()
-
-
-def _leave_the_models_cores() -> None:
-    """Lets this thread run wherever the process may.
-
-    vLLM binds the model's thread to one core, and new threads inherit that; here the
-    copies would compete with the model while other cores idle. Threads from before the
-    binding still have what the process was started with, such as by taskset.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    try:
-        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
-        cores = set().union(*(os.sched_getaffinity(thread) for thread in threads))
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        logger.debug("The copy thread keeps its cores: %s", error)

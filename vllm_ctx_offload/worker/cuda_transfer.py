@@ -1,177 +1,123 @@
-"""The backend for CUDA: one stream a direction, ordered by events."""
+"""The backend for CUDA: streams for each direction, ordered by events."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.memory import format_bytes
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker.copy import runs_of
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
+from vllm_ctx_offload.worker.lane import DeviceTerms, InFlight, Lane
+from vllm_ctx_offload.worker.launcher import Launcher, LaunchThread
 from vllm_ctx_offload.worker.transfer import JobResult
 
-__all__ = ["CudaTransfer"]
+__all__ = ["SCRATCH_BYTES", "CudaTransfer", "DeviceTerms"]
 
-logger = logging.getLogger(__name__)
-
-# Of device memory for each direction; longer jobs go through it in pieces.
-SCRATCH_BYTES: Final = 32 * 1024**2
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One direction: its stream, its scratch, and its open jobs in order."""
-
-    stream: Any
-    scratch: torch.Tensor  # uint8 [rows, bytes_per_block] on the device
-    jobs: deque[_InFlight]
-
-
-@dataclass(slots=True)
-class _InFlight:
-    job: TransferJob
-    to_host: bool
-    ok: bool
-    began: float
-    done: Any  # event after the job's last copy
-    # Tensors that the lane's stream reads; kept until `done` has passed, because the
-    # allocator would hand their memory to the compute stream.
-    kept: list[torch.Tensor]
+# Of device memory for each direction; longer jobs go through it in pieces. A half of
+# it keeps the link busy for longer than a piece takes to launch.
+SCRATCH_BYTES: Final = 64 * 1024**2
+# Between two looks at the device while a poll waits: CUDA's own wait has no limit.
+_LOOK_S: Final = 0.0001
 
 
 class CudaTransfer:
-    """Copies through a device scratch on two streams; see `Transfer` for the contract.
+    """Copies on streams of its own; see `Transfer` for the contract.
 
-    [Note: event order]
-    A store waits for the compute submitted before it, which writes the blocks it
-    reads. A load waits for the compute submitted before it, which may still read the
-    blocks it overwrites, or zero them. A fence makes the compute stream wait for a
-    store whose source blocks are handed out again; loads come after the fence through
-    their own wait for compute. A lane's scratch is reused by its own stream only, so
-    the order of the stream protects it.
+    The model's thread records an event and hands the job to the launching thread of
+    its direction; it never waits, but in a fence for a store that is still being
+    launched. What runs after what: [Note: event order] in lane.py. Events, indices and
+    scratch are reused, so a steady state allocates nothing and waits for no device.
+
+    Not used: CUDA graphs, which would make one launch of the kernels of a piece, but
+    are tied to addresses and to the number of layers, and save time only on the
+    launching thread. `expandable_segments` changes nothing: what is allocated here
+    stays where it is for the life of the transfers, and the pool is no memory of
+    torch's allocator.
+
+    Raises:
+        ConfigError: the device has no room for the scratch.
     """
 
     def __init__(
         self,
         layout: BlockLayout,
         pool: torch.Tensor,
-        *,
-        pinned: bool,
-        cuda: Any = torch.cuda,
-        scratch_bytes: int = SCRATCH_BYTES,
+        terms: DeviceTerms,
+        make_launcher: Callable[[str, Callable[[], None]], Launcher] = LaunchThread,
     ) -> None:
         self._layout = layout
-        self._pool = pool
-        self._pinned = pinned
-        self._cuda = cuda
-        num_rows = max(scratch_bytes // layout.bytes_per_block, 1)
-        # A load is waited for by a request, a store by nobody: a negative priority
-        # is a higher one.
-        self._stores = self._lane(num_rows, priority=0)
-        self._loads = self._lane(num_rows, priority=-1)
-
-    def _lane(self, num_rows: int, priority: int) -> _Lane:
-        scratch = torch.empty(
-            (num_rows, self._layout.bytes_per_block),
-            dtype=torch.uint8,
-            device=self._layout.device,
-        )
-        return _Lane(self._cuda.Stream(priority=priority), scratch, deque())
+        self._cuda: Any = terms.cuda
+        self._events: deque[Any] = deque()
+        try:
+            self._stores = Lane(layout, pool, terms, to_host=True)
+            self._loads = Lane(layout, pool, terms, to_host=False)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"CtxOffloadConnector: the device has no {format_bytes(SCRATCH_BYTES)} "
+                "left for each direction of its transfers; lower "
+                "--gpu-memory-utilization."
+            ) from error
+        # A thread begins on the first GPU, whichever the worker's is.
+        begin = partial(self._cuda.set_device, layout.device)
+        self._launchers = {
+            True: make_launcher("ctx-offload-store", begin),
+            False: make_launcher("ctx-offload-load", begin),
+        }
 
     def submit(self, job: TransferJob, *, to_host: bool) -> None:
         lane = self._stores if to_host else self._loads
-        copy = self._store_piece if to_host else self._load_piece
-        began = time.monotonic()
-        # [Note: event order] store after the compute that writes its blocks, load
-        # after the compute that reads or zeroes them.
-        compute = self._cuda.Event()
+        compute, sources_read, done = (self._event() for _ in range(3))
+        # [Note: event order] after all compute that was submitted before this call.
         compute.record(self._cuda.current_stream())
-        lane.stream.wait_event(compute)
-        kept: list[torch.Tensor] = []
-        with self._cuda.stream(lane.stream):
-            ok = self._try_copy(job, lane.scratch, copy, kept)
-            # Also after a failure: what was enqueued before it still runs, and nobody
-            # may use these blocks and rows until it has.
-            done = self._cuda.Event()
-            done.record(lane.stream)
-        lane.jobs.append(_InFlight(job, to_host, ok, began, done, kept))
+        began = time.monotonic()
+        in_flight = InFlight(job, to_host, began, compute, sources_read, done)
+        lane.open.append(in_flight)
+        self._launchers[to_host].start(partial(lane.launch, in_flight))
 
-    # vLLM may have made the caches in this mode, and outside of it they cannot be
-    # written.
-    @torch.inference_mode()
-    def _try_copy(
-        self,
-        job: TransferJob,
-        scratch: torch.Tensor,
-        copy: Callable[..., None],
-        kept: list[torch.Tensor],
-    ) -> bool:
-        try:
-            for start in range(0, len(job.rows), scratch.shape[0]):
-                piece = slice(start, start + scratch.shape[0])
-                index = torch.tensor(job.block_ids[piece], pin_memory=self._pinned)
-                # non_blocking: the pinned source is in `kept` until the job is done.
-                on_device = index.to(self._layout.device, non_blocking=True)
-                kept += (index, on_device)
-                copy(scratch, on_device, job.rows[piece])
-        except Exception:
-            # The contract of this class: a failed copy is a result.
-            logger.exception("Transfer job %d failed.", job.job_id)
-            return False
-        return True
-
-    def _store_piece(
-        self, scratch: torch.Tensor, index: torch.Tensor, rows: Sequence[int]
-    ) -> None:
-        for segment, part in self._parts(scratch, len(rows)):
-            torch.index_select(segment, 0, index, out=part)
-        for start, row, length in runs_of(range(len(rows)), rows):
-            # non_blocking: the row is pinned by the manager until `done` has passed.
-            self._pool[row : row + length].copy_(
-                scratch[start : start + length], non_blocking=True
-            )
-
-    def _load_piece(
-        self, scratch: torch.Tensor, index: torch.Tensor, rows: Sequence[int]
-    ) -> None:
-        for start, row, length in runs_of(range(len(rows)), rows):
-            # non_blocking: the row is pinned by the manager until `done` has passed.
-            scratch[start : start + length].copy_(
-                self._pool[row : row + length], non_blocking=True
-            )
-        for segment, part in self._parts(scratch, len(rows)):
-            segment.index_copy_(0, index, part)
-
-    def _parts(
-        self, scratch: torch.Tensor, num_rows: int
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields each segment of the cache with its part of the scratch."""
-        for segment in self._layout.segments:
-            end = segment.offset + segment.num_bytes
-            part = scratch[:num_rows, segment.offset : end].view(self._layout.word)
-            yield segment.view, part
+    def _event(self) -> Any:
+        return self._events.pop() if self._events else self._cuda.Event()
 
     def fence(self, job_ids: Iterable[int]) -> None:
         waited = set(job_ids)
-        for in_flight in self._stores.jobs:
+        for in_flight in self._stores.open:
             if in_flight.job.job_id in waited:
+                # Until then its event stands for an earlier job.
+                if not in_flight.launched:
+                    self._wait_for_launch(in_flight)
                 # [Note: event order] compute after the store whose source it reuses.
-                self._cuda.current_stream().wait_event(in_flight.done)
+                self._cuda.current_stream().wait_event(in_flight.sources_read)
+
+    def _wait_for_launch(self, in_flight: InFlight) -> None:
+        self._launchers[True].wait_until(lambda: in_flight.launched)
 
     def poll(self, timeout_s: float = 0.0) -> list[JobResult]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            results = self._ended()
+            some_open = self._stores.open or self._loads.open
+            if results or not some_open or time.monotonic() >= deadline:
+                return results
+            time.sleep(_LOOK_S)
+
+    def _ended(self) -> list[JobResult]:
         results = []
         for lane in (self._stores, self._loads):
-            while lane.jobs and lane.jobs[0].done.query():
-                results.append(self._result(lane.jobs.popleft()))
+            while lane.open and lane.open[0].launched and lane.open[0].done.query():
+                results.append(self._result(lane, lane.open.popleft()))
         return results
 
-    def _result(self, in_flight: _InFlight) -> JobResult:
+    def _result(self, lane: Lane, in_flight: InFlight) -> JobResult:
+        lane.give_back(in_flight)
+        # Whoever had to wait for them has been told to: a wait is for what an event
+        # stood for at the time of the call.
+        self._events += (in_flight.compute, in_flight.sources_read, in_flight.done)
         num_bytes = len(in_flight.job.rows) * self._layout.bytes_per_block
         return JobResult(
             in_flight.job,
@@ -182,6 +128,12 @@ class CudaTransfer:
         )
 
     def close(self) -> None:
+        lanes = (self._stores, self._loads)
+        for lane in lanes:
+            lane.stopping = True
+        for launcher in self._launchers.values():
+            launcher.close()
         # The pool is freed next: no copy may still use it.
-        self._stores.stream.synchronize()
-        self._loads.stream.synchronize()
+        for lane in lanes:
+            lane.kernels.synchronize()
+            lane.copies.synchronize()

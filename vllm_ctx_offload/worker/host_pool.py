@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
+import os
 import time
-from typing import Any
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 import torch
 
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import available_memory, format_bytes
+from vllm_ctx_offload.worker.numa import cores_near
 
 __all__ = ["HostPool"]
 
@@ -19,34 +24,51 @@ logger = logging.getLogger(__name__)
 # One cudaHostRegister call on hundreds of GiB holds the driver's lock for minutes.
 _PIN_PIECE_BYTES = 64 * 1024**3
 _PORTABLE = 1  # cudaHostRegisterPortable
+# Touched by one call. With pages of 4 KiB and up it writes at most 16,384 elements, too
+# few for torch to share them out to the model's threads.
+_TOUCH_PIECE_BYTES: Final = 64 * 1024**2
+_MAX_TOUCH_THREADS: Final = 16
 
 
 class HostPool:
     """A fixed number of rows, each the bytes of one block over all layers.
 
     Rows of one chunk are neighbours, so a chunk is one contiguous range. The memory is
-    anonymous, so it goes away with the process, and touched here, so that it lies near
-    this worker and a lack of it shows at the start.
+    anonymous, so it goes away with the process, in huge pages where the kernel has
+    them, and touched here, from the worker's own NUMA node, so that it lies near and a
+    lack of it shows at the start.
 
     Attributes:
         rows: uint8 tensor [num_rows, bytes_per_row] on the CPU, zeroed.
         pinned: whether a CUDA device may copy to and from it asynchronously.
+
+    Raises:
+        ConfigError: there is less memory than asked for.
     """
 
-    def __init__(self, num_rows: int, bytes_per_row: int, pin: bool) -> None:
+    def __init__(
+        self, num_rows: int, bytes_per_row: int, device: torch.device | str = "cpu"
+    ) -> None:
+        device = torch.device(device)
         num_bytes = num_rows * bytes_per_row
         _check_memory(num_bytes)
         began = time.monotonic()
-        # Not torch's pinned allocator: it rounds up to a power of two.
-        self.rows = torch.empty((num_rows, bytes_per_row), dtype=torch.uint8)
-        self.rows.fill_(0)
+        self._memory = _map(num_bytes)
+        self.rows = torch.frombuffer(self._memory, dtype=torch.uint8).view(
+            num_rows, bytes_per_row
+        )
+        node, cores = cores_near(device)
+        _touch(self.rows.view(-1), cores)
+        touched = time.monotonic()
         self._pinned_pieces: list[int] = []
-        self.pinned = pin and self._pin(num_bytes)
+        self.pinned = device.type == "cuda" and self._pin(num_bytes)
         logger.info(
-            "Host pool of %s %s in %.1f s.",
+            "Host pool of %s on %s: touched in %.1f s, %s in %.1f s.",
             format_bytes(num_bytes),
-            "pinned" if self.pinned else "ready",
-            time.monotonic() - began,
+            "any NUMA node" if node is None else f"NUMA node {node}",
+            touched - began,
+            "pinned" if self.pinned else "not pinned",
+            time.monotonic() - touched,
         )
 
     def _pin(self, num_bytes: int) -> bool:
@@ -57,10 +79,13 @@ class HostPool:
             error = int(cudart.cudaHostRegister(base + start, size, _PORTABLE))
             if error:
                 logger.warning(
-                    "Pinning host memory failed with CUDA error %d after %s: transfers "
-                    "will be slower; raise the memlock limit (ulimit -l).",
+                    "Pinning host memory failed with CUDA error %d after %s of %s, "
+                    "with a memlock limit of %s: transfers will be slower; raise that "
+                    "limit (ulimit -l, or --ulimit memlock=-1 of a container).",
                     error,
                     format_bytes(start),
+                    format_bytes(num_bytes),
+                    _memlock_limit(),
                 )
                 self._unpin()
                 _forget_cuda_error()
@@ -76,9 +101,60 @@ class HostPool:
             cudart.cudaHostUnregister(self._pinned_pieces.pop())
 
     def close(self) -> None:
-        """Gives the memory back. No copy may be under way."""
+        """Gives the memory back. No copy may be under way. May be called twice."""
         self._unpin()
         self.rows = self.rows.new_empty((0, 0))
+        # Also if somebody still holds a view, such as a copy thread that hangs.
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    """Returns private memory, zeroed by the kernel, of exactly this size.
+
+    Not torch's pinned allocator: it rounds up to a power of two.
+    """
+    try:
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config: cpu_bytes_to_use asks for "
+            f"{format_bytes(num_bytes)} on this worker, but the system refused it "
+            f"({error.strerror}); lower cpu_bytes_to_use or raise the limit on address "
+            "space (ulimit -v)."
+        ) from error
+    # A kernel without huge pages says so by an error.
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _touch(memory: torch.Tensor, cores: Collection[int]) -> None:
+    """Writes a byte of every page, from these cores, in parallel."""
+
+    def bind() -> None:
+        if cores:
+            with contextlib.suppress(OSError, AttributeError):
+                os.sched_setaffinity(0, cores)
+
+    # Threads do not inherit the mode in which vLLM may have the worker made.
+    @torch.inference_mode()
+    def touch(start: int) -> None:
+        memory[start : start + _TOUCH_PIECE_BYTES : mmap.PAGESIZE].zero_()
+
+    num_threads = min(max(len(cores), 1), _MAX_TOUCH_THREADS)
+    with ThreadPoolExecutor(num_threads, "ctx-offload-touch", bind) as threads:
+        for _ in threads.map(touch, range(0, memory.numel(), _TOUCH_PIECE_BYTES)):
+            pass
+
+
+def _memlock_limit() -> str:
+    try:
+        import resource
+    except ImportError:
+        return "unknown size"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "no size" if limit == resource.RLIM_INFINITY else format_bytes(limit)
 
 
 def _forget_cuda_error() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from vllm_ctx_offload.messages import TransferJob
 
-__all__ = ["JobResult", "Transfer"]
+__all__ = ["JobResult", "Transfer", "check_job"]
 
 
 class JobResult(NamedTuple):
@@ -50,3 +50,19 @@ class Transfer(Protocol):
 
     def close(self) -> None:
         """Stops after the copy that is being made; open jobs end as failed."""
+
+
+def check_job(job: TransferJob, num_blocks: int, num_rows: int) -> None:
+    """Raises for a job that is not within the cache and the pool.
+
+    An index outside would be cut off in silence by a slice, and on a GPU it would end
+    the process. Called by the backends off the model's thread, where it costs nothing.
+    """
+    if len(job.rows) != len(job.block_ids):
+        raise ValueError("a job has as many rows as blocks")
+    for name, ids, limit in (
+        ("block", job.block_ids, num_blocks),
+        ("row", job.rows, num_rows),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < limit):
+            raise ValueError(f"a {name} of the job lies outside 0 to {limit - 1}")

@@ -13,7 +13,7 @@ from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.stats import OffloadStats
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
-from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer
+from vllm_ctx_offload.worker.cuda_transfer import SCRATCH_BYTES, CudaTransfer, DeviceTerms
 from vllm_ctx_offload.worker.host_pool import HostPool
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
 from vllm_ctx_offload.worker.proof import prove_layout
@@ -47,7 +47,6 @@ class OffloadWorker:
         self.stats = OffloadStats()
         self._pool: HostPool | None = None
         self._transfer: Transfer | None = None
-        self._num_blocks = 0
         self._idle = False
         # Ends to report with the next step: of jobs that could not even be submitted,
         # and of those that were open when the transfers were closed.
@@ -70,9 +69,8 @@ class OffloadWorker:
         self._pool = HostPool(
             self._plan.num_rows,
             layout.bytes_per_block,
-            pin=layout.device.type == "cuda",
+            layout.device,
         )
-        self._num_blocks = num_blocks
         try:
             self._transfer = _make_transfer(layout, self._pool)
             prove_layout(self._transfer, kv_caches, num_blocks)
@@ -102,14 +100,7 @@ class OffloadWorker:
             self._submit(job, to_host=True)
 
     def _submit(self, job: TransferJob, *, to_host: bool) -> None:
-        # An index outside would be cut off in silence by a slice, and on a GPU it would
-        # end the process.
-        valid = (
-            len(job.rows) == len(job.block_ids)
-            and all(0 <= row < self._plan.num_rows for row in job.rows)
-            and all(0 <= block < self._num_blocks for block in job.block_ids)
-        )
-        if self._transfer is None or not valid:
+        if self._transfer is None:
             self._ended.append(JobResult(job, to_host, False, 0, 0.0))
             return
         self._transfer.submit(job, to_host=to_host)
@@ -157,7 +148,8 @@ def _make_transfer(layout: BlockLayout, pool: HostPool) -> Transfer:
     if device == "cpu":
         return CpuTransfer(layout, pool.rows)
     if device == "cuda":
-        return CudaTransfer(layout, pool.rows, pinned=pool.pinned)
+        terms = DeviceTerms(torch.cuda, pool.pinned, SCRATCH_BYTES)
+        return CudaTransfer(layout, pool.rows, terms)
     raise ConfigError(
         f"CtxOffloadConnector: the KV cache lies on a '{device}' device, but only "
         "'cuda' and 'cpu' are supported; serve without the connector there."

@@ -1,0 +1,77 @@
+"""Chats that come back: each turn loads what the last one has stored.
+
+Two conversations take turns. Every request names its session, so that closing a chat
+can release what only that chat has used; chats left open simply grow old.
+
+    python examples/chat_sessions.py --base-url http://localhost:8000/v1 --tenant acme
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from openai import OpenAI
+
+# Long enough to fill chunks; in a real chat this is the system prompt or a document.
+SYSTEM = "You answer in one sentence. " + "The rules of the house apply. " * 60
+QUESTIONS = {
+    "chat-1": ["What is a prefix?", "And a suffix?", "Which one can be cached?"],
+    "chat-2": ["Why is the sky blue?", "And at sunset?", "And on Mars?"],
+}
+
+
+class Chat:
+    """One conversation."""
+
+    def __init__(self, client: OpenAI, model: str, tenant: str, session: str) -> None:
+        self._client = client
+        self._model = model
+        self._ctx = {"tenant": tenant, "session": session, "receipt": True}
+        self._messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+
+    def ask(self, question: str) -> tuple[str, dict[str, Any]]:
+        """Returns (the answer, the receipt)."""
+        self._messages.append({"role": "user", "content": question})
+        answer, receipt = self._send(max_tokens=48)
+        self._messages.append({"role": "assistant", "content": answer})
+        return answer, receipt
+
+    def close(self) -> None:
+        """Says that the chat will not come back; its chunks are the first to go."""
+        self._send(max_tokens=1, release=True)
+
+    def _send(self, max_tokens: int, **hints: Any) -> tuple[str, dict[str, Any]]:
+        completion = self._client.chat.completions.create(
+            model=self._model,
+            messages=self._messages,
+            max_tokens=max_tokens,
+            extra_body={"kv_transfer_params": {"ctx": {**self._ctx, **hints}}},
+        )
+        extra = completion.model_extra or {}
+        params = extra.get("kv_transfer_params") or {}
+        return completion.choices[0].message.content or "", params.get("ctx") or {}
+
+
+def main() -> None:
+    """Lets the two conversations take turns."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", help="default: the first that the server has")
+    parser.add_argument("--tenant", default="default")
+    args = parser.parse_args()
+    client = OpenAI(base_url=args.base_url, api_key=args.api_key)
+    model = args.model or client.models.list().data[0].id
+    chats = {name: Chat(client, model, args.tenant, name) for name in QUESTIONS}
+    for turn in zip(*QUESTIONS.values(), strict=True):
+        for (name, chat), question in zip(chats.items(), turn, strict=True):
+            answer, receipt = chat.ask(question)
+            print(f"{name}: {question} {answer!r}")
+            print(f"  {receipt.get('loaded_tokens', 0)} tokens from host memory")
+    for chat in chats.values():
+        chat.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which way a job takes between the device and the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final, NamedTuple
+
+import torch
+
+from vllm_ctx_offload.worker.copy import runs_of
+from vllm_ctx_offload.worker.kv_layout import BlockLayout
+
+__all__ = ["Pages", "Path", "choose_path", "copy_all"]
+
+
+class Path(Enum):
+    """The ways there are."""
+
+    # Gathered or scattered through the scratch, a copy for each run of rows. Always
+    # right, whatever the layout, and the fallback.
+    STAGED = "staged"
+    # A copy for each page, between the cache and pinned memory.
+    DIRECT = "direct"
+
+
+class _Limit(NamedTuple):
+    min_page_bytes: int
+    max_copies: int
+
+
+# Where DIRECT is taken: the first line that fits decides. The figures are reckoned,
+# not measured (`benchmarks/transfer.py --path` measures both ways on a GPU). A copy
+# through torch costs about 5 us of its thread. A PCIe 5 link, the fastest that these
+# copies meet, moves 512 KiB in 10 us: from there on the link is the limit and not the
+# launches, and DIRECT saves the pass over device memory and the kernels beside the
+# model's. Below, many launches wait for one another and STAGED is the faster one. The
+# number of copies keeps a job within the 1,024 launches that the driver queues; larger
+# ones make the thread wait, which the copies of 2 MiB and more are worth.
+_DIRECT: Final = (
+    _Limit(min_page_bytes=2 * 1024**2, max_copies=8192),
+    _Limit(min_page_bytes=512 * 1024, max_copies=1024),
+)
+
+
+class Pages:
+    """The pages of cache and pool: what is contiguous in both."""
+
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
+        self._device = [segment.view for segment in layout.segments]
+        self._host = [
+            pool[:, s.offset : s.offset + s.num_bytes].view(layout.word)
+            for s in layout.segments
+        ]
+        # Only with one segment are neighbouring rows one range on the host.
+        self._in_runs = len(self._device) == 1 and self._device[0].is_contiguous()
+        self.min_bytes = min(segment.num_bytes for segment in layout.segments)
+
+    def num_copies(self, num_blocks: int) -> int:
+        """Returns the most copies that a job of so many blocks can take."""
+        return num_blocks * len(self._device)
+
+    def pairs(
+        self, block_ids: Sequence[int], rows: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the pages on the device and those on the host, in one order."""
+        on_device: list[torch.Tensor] = []
+        on_host: list[torch.Tensor] = []
+        if self._in_runs:
+            for block, row, length in runs_of(block_ids, rows):
+                on_device.append(self._device[0][block : block + length])
+                on_host.append(self._host[0][row : row + length])
+            return on_device, on_host
+        for device, host in zip(self._device, self._host, strict=True):
+            on_device += [device[block] for block in block_ids]
+            on_host += [host[row] for row in rows]
+        return on_device, on_host
+
+
+def choose_path(pages: Pages, num_blocks: int, *, pinned: bool) -> Path:
+    """Returns the way for a job of so many blocks."""
+    # A copy from or to pageable memory holds up its thread: the fewer the better.
+    if not pinned:
+        return Path.STAGED
+    for limit in _DIRECT:
+        if pages.min_bytes >= limit.min_page_bytes:
+            fits = pages.num_copies(num_blocks) <= limit.max_copies
+            return Path.DIRECT if fits else Path.STAGED
+    return Path.STAGED
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Enqueues a copy of each source to its target, in one call where torch has it.
+
+    The caller keeps both alive and unchanged until an event after it has passed.
+    """
+    batched = getattr(torch, "_foreach_copy_", None)
+    if batched is not None:
+        # non_blocking: rows and blocks belong to the job until its event has passed.
+        batched(targets, sources, non_blocking=True)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        # non_blocking: as above.
+        target.copy_(source, non_blocking=True)
