@@ -204,9 +204,7 @@ def test_a_chain_larger_than_the_pool_keeps_its_head(manager: Checked) -> None:
     """CASES 22: its own chunks are no room for its tail."""
     chain = make_chain(10)
     manager.store(chain[:8], EMPTY_CONTEXT)
-    assert manager.prepare_store(chain, EMPTY_CONTEXT) == StoreGrant(
-        (), (), 2, "full"
-    )
+    assert manager.prepare_store(chain, EMPTY_CONTEXT) == StoreGrant((), (), 2, "full")
     assert manager.lookup(chain, EMPTY_CONTEXT) == LookupResult(8, pending=False)
 
 

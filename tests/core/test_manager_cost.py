@@ -147,9 +147,7 @@ def test_hints_cost_by_the_request_and_not_by_the_chunk() -> None:
         hints = Hints(session="s", release=True)
         context = ReqContext(request_id="r", hints=hints)
         store(manager, [b"%d" % index for index in range(length)], context)
-        works.append(
-            count_lines(lambda m=manager, c=context: m.on_request_finished(c))
-        )
+        works.append(count_lines(lambda m=manager, c=context: m.on_request_finished(c)))
     assert works[0] == works[1]
 
 
@@ -178,9 +176,7 @@ class RandomLoad:
             clock=self.clock,
         )
         self.contexts = [
-            ReqContext(
-                request_id=str(index), tenant=f"tenant{index % 4}", hints=hints
-            )
+            ReqContext(request_id=str(index), tenant=f"tenant{index % 4}", hints=hints)
             for index, hints in enumerate([*[Hints()] * 4, *OTHER_HINTS])
         ]
         self.chains = [

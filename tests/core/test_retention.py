@@ -98,7 +98,7 @@ def test_where_ranges_overlap_the_highest_priority_wins() -> None:
 
 @pytest.mark.parametrize("durations", [(3, 9, 9), (9, 3, 9), (9, None, None)])
 def test_of_equal_priorities_the_one_that_holds_longer_wins(
-    durations: tuple[float | None, float | None, float | None]
+    durations: tuple[float | None, float | None, float | None],
 ) -> None:
     one, other, winner = durations
     found = segments(directive(0, None, 30, one), directive(0, None, 30, other))

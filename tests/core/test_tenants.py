@@ -21,9 +21,7 @@ NAMES = [f"tenant{index}" for index in range(6)]
 def terms_of(
     tenants: dict[str, Any], num_slots: int = 100, bytes_per_chunk: int = 1000
 ) -> dict[str, AccountTerms]:
-    return account_terms(
-        parse_config({"tenants": tenants}), num_slots, bytes_per_chunk
-    )
+    return account_terms(parse_config({"tenants": tenants}), num_slots, bytes_per_chunk)
 
 
 def test_without_tenants_there_is_one_account_without_terms() -> None:

@@ -95,7 +95,7 @@ class Bench:
         tables = []
         if block_ids is not None:
             computed = request.num_computed_tokens
-            tables = [TableUpdate(request.request_id, block_ids, computed, replace)]
+            tables = [TableUpdate(request.request_id, [block_ids], computed, replace)]
         plan = self.planner.plan_step(
             StepEvents(
                 num_scheduled_tokens={request.request_id: num_tokens}, tables=tables
@@ -119,11 +119,11 @@ class Bench:
         """Stores a whole prompt and forgets the request."""
         request = self.add(num_tokens, request_id)
         self.lookup(request)
-        self.planner.on_allocated(request, [], 0)
+        self.planner.on_allocated(request, [[]], 0)
         num_blocks = -(-num_tokens // TOKENS_PER_BLOCK)
         plan = self.run(request, num_tokens, list(range(100, 100 + num_blocks)))
         self.end(*(job.job_id for job in plan.stores))
-        self.planner.on_finished(request, [])
+        self.planner.on_finished(request, [[]])
 
     def check(self) -> None:
         self.planner.check_invariants()

@@ -14,6 +14,7 @@ from typing import Any, Final
 import vllm
 from packaging.version import Version
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -27,14 +28,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.metrics import PrometheusCounters, summarize
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
-from vllm_ctx_offload.plan import ModelShape
+from vllm_ctx_offload.plan import GroupShape, ModelShape
 from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
@@ -50,6 +56,7 @@ __all__ = [
     "KVConnectorOutput",
     "KVConnectorRole",
     "KVConnectorStats",
+    "KVConnectorTransferResults",
     "Request",
     "SchedulerOutput",
     "SupportsHMA",
@@ -65,6 +72,22 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Newer releases only: what a worker reports at the end of a step.
+KVConnectorTransferResults: Any = getattr(
+    kv_connector_base, "KVConnectorTransferResults", None
+)
+_SUPPORTED_SPECS: Final = (
+    FullAttentionSpec,  # MLA as well
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+)
+# Kinds of full attention in name: their tables have holes in the middle, blocks that
+# belong to no token, or no KV at all. By name, because older releases lack them.
+_UNSUPPORTED_SPECS: Final = (
+    "RSWASpec",
+    "SinkFullAttentionSpec",
+    "HiddenStateCacheSpec",
+)
 SUPPORTED: Final = (Version("0.27.1"), Version("0.34.dev0"))
 
 
@@ -165,21 +188,34 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     groups = kv_cache_config.kv_cache_groups
-    kinds = sorted(
-        {type(spec).__name__ for group in groups for spec in _layer_specs(group)}
-    )
-    full = all(
-        isinstance(spec, FullAttentionSpec)
-        for group in groups
-        for spec in _layer_specs(group)
-    )
-    if len(groups) != 1 or not full:
+    specs = [spec for group in groups for spec in _layer_specs(group)]
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    if not specs or not all(map(_is_supported, specs)):
         raise ConfigError(
             f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
-            f"{', '.join(kinds)}, but only one group of full attention or MLA is "
-            "supported yet; try --disable-hybrid-kv-cache-manager, which makes one "
-            "group of sliding-window models, or serve without the connector."
+            f"{kinds}, but only full, sliding-window and chunked-local attention and "
+            "MLA are supported yet; serve it without the connector."
         )
+    sizes = sorted({spec.block_size for spec in specs})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"CtxOffloadConnector: the model's KV cache groups have blocks of {sizes} "
+            "tokens, but only one block size is supported yet; try "
+            "--disable-hybrid-kv-cache-manager, or serve without the connector."
+        )
+    if len(groups) > 1 and KVConnectorTransferResults is None:
+        raise ConfigError(
+            f"CtxOffloadConnector: this model has {len(groups)} KV cache groups, and "
+            f"vLLM {vllm.__version__} can't recompute a failed load of more than one; "
+            "use a newer vLLM, or --disable-hybrid-kv-cache-manager."
+        )
+
+
+def _is_supported(spec: Any) -> bool:
+    return (
+        isinstance(spec, _SUPPORTED_SPECS)
+        and type(spec).__name__ not in _UNSUPPORTED_SPECS
+    )
 
 
 def _layer_specs(group: Any) -> Iterator[Any]:
@@ -194,17 +230,39 @@ def _layer_specs(group: Any) -> Iterator[Any]:
 def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
     """Returns the sizes that vLLM settled on for the model's KV cache."""
     parallel = vllm_config.parallel_config
-    (group,) = kv_cache_config.kv_cache_groups
-    tokens_per_block = next(_layer_specs(group)).block_size
+    groups = kv_cache_config.kv_cache_groups
+    tokens_per_block = next(_layer_specs(groups[0])).block_size
     return ModelShape(
         tokens_per_block=tokens_per_block,
-        # With a single group vLLM hashes whole blocks (`resolve_kv_cache_block_sizes`).
-        tokens_per_hash=tokens_per_block,
+        # Of groups of one block size vLLM hashes whole blocks, unless it is told to
+        # hash less (`resolve_kv_cache_block_sizes`).
+        tokens_per_hash=(
+            getattr(vllm_config.cache_config, "prefix_match_unit", None)
+            or tokens_per_block
+        ),
         bytes_per_block=_bytes_per_block(kv_cache_config),
         num_device_blocks=kv_cache_config.num_blocks,
         num_workers=parallel.world_size,
         num_engines=max(parallel.data_parallel_size_local, 1),
+        groups=tuple(_group_shape(group) for group in groups),
     )
+
+
+def _group_shape(group: Any) -> GroupShape:
+    """Returns how far back a group's layers look, the widest view of them."""
+    specs = list(_layer_specs(group))
+    if all(isinstance(spec, SlidingWindowSpec) for spec in specs):
+        # Speculative decoding may keep some tokens more.
+        windows = [
+            spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+            for spec in specs
+        ]
+        return GroupShape(window=max(windows))
+    if all(isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs):
+        stretches = {spec.attention_chunk_size for spec in specs}
+        if len(stretches) == 1:
+            return GroupShape(stretch=stretches.pop())
+    return GroupShape()
 
 
 def _bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
@@ -260,7 +318,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
     """Translates what vLLM's scheduler decided for a step."""
     cached = output.scheduled_cached_reqs
     tables = [
-        TableUpdate(new.req_id, new.block_ids[0], new.num_computed_tokens, replace=True)
+        TableUpdate(new.req_id, new.block_ids, new.num_computed_tokens, replace=True)
         for new in output.scheduled_new_reqs
     ]
     for request_id, block_ids, num_computed in zip(
@@ -269,7 +327,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
         resumed = request_id in cached.resumed_req_ids
         if block_ids is not None:
             tables.append(
-                TableUpdate(request_id, block_ids[0], num_computed, replace=resumed)
+                TableUpdate(request_id, block_ids, num_computed, replace=resumed)
             )
     return StepEvents(
         num_scheduled_tokens=output.num_scheduled_tokens,

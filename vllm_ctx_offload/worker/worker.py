@@ -31,7 +31,8 @@ class FinishedTransfers:
     """What ended since the last step."""
 
     loaded_requests: set[str] = field(default_factory=set)  # well or not
-    failed_block_ids: set[int] = field(default_factory=set)  # targets of failed loads
+    # Request id -> targets of its failed load.
+    failed_loads: dict[str, set[int]] = field(default_factory=dict)
     report: WorkerReport = field(default_factory=WorkerReport)
 
 
@@ -129,7 +130,8 @@ class OffloadWorker:
             if not result.to_host:
                 finished.loaded_requests.add(result.job.request_id)
                 if not result.ok:
-                    finished.failed_block_ids.update(result.job.block_ids)
+                    targets = set(result.job.block_ids)
+                    finished.failed_loads[result.job.request_id] = targets
         return finished
 
     def _count(self, result: JobResult) -> None:
