@@ -54,7 +54,7 @@ def finish(worker: OffloadWorker, count: int) -> FinishedTransfers:
         worker.before_forward(TransferPlan(idle=True))
         got = worker.finish_step()
         total.loaded_requests |= got.loaded_requests
-        total.failed_block_ids |= got.failed_block_ids
+        total.failed_loads.update(got.failed_loads)
         total.report = total.report.merge(got.report)
     return total
 

@@ -103,8 +103,9 @@ class LoadPlanner:
             found = self._manager.lookup(needed, state.req_context)
             if found.num_ready < len(needed):
                 boundary, pending = first + found.num_ready, found.pending
-                settled = 0
-            settled += 1
+                settled = 0  # this group too: from there it looks back further
+            else:
+                settled += 1
             group = (group + 1) % num_groups
         return boundary * plan.tokens_per_chunk, pending
 

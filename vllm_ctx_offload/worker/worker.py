@@ -35,6 +35,10 @@ class FinishedTransfers:
     failed_loads: dict[str, set[int]] = field(default_factory=dict)
     report: WorkerReport = field(default_factory=WorkerReport)
 
+    @property
+    def failed_block_ids(self) -> set[int]:
+        return set().union(*self.failed_loads.values())
+
 
 class OffloadWorker:
     """One worker's pool and transfers; every method is called on the model's thread.
