@@ -29,7 +29,9 @@ def answer(client: OpenAI, model: str, ctx: dict[str, Any], prompt: str) -> str:
         extra_body={"kv_transfer_params": {"ctx": ctx}},
     )
     text = completion.choices[0].message.content
-    receipt = ((completion.model_extra or {}).get("kv_transfer_params") or {}).get("ctx")
+    receipt = ((completion.model_extra or {}).get("kv_transfer_params") or {}).get(
+        "ctx"
+    )
     return json.dumps({"prompt": prompt, "answer": text, "receipt": receipt})
 
 

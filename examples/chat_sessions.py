@@ -1,7 +1,8 @@
 """Chats that come back: each turn loads what the last one has stored.
 
 Two conversations take turns. Every request names its session, so that closing a chat
-can release what only that chat has used; chats left open simply grow old.
+can release what only that chat has used; chats left open simply grow old. While the
+device still holds a chat, nothing has to be loaded: see it with other traffic between.
 
     python examples/chat_sessions.py --base-url http://localhost:8000/v1 --tenant acme
 """
@@ -25,32 +26,34 @@ class Chat:
     """One conversation."""
 
     def __init__(self, client: OpenAI, model: str, tenant: str, session: str) -> None:
-        self._client = client
-        self._model = model
+        self._client, self._model = client, model
         self._ctx = {"tenant": tenant, "session": session, "receipt": True}
         self._messages: list[Any] = [{"role": "system", "content": SYSTEM}]
 
-    def ask(self, question: str) -> tuple[str, dict[str, Any]]:
-        """Returns (the answer, the receipt)."""
+    def ask(self, question: str) -> tuple[str, str]:
+        """Returns (the answer, where its prompt came from)."""
         self._messages.append({"role": "user", "content": question})
-        answer, receipt = self._send(max_tokens=48)
+        answer, came_from = self._send(max_tokens=48)
         self._messages.append({"role": "assistant", "content": answer})
-        return answer, receipt
+        return answer, came_from
 
     def close(self) -> None:
         """Says that the chat will not come back; its chunks are the first to go."""
         self._send(max_tokens=1, release=True)
 
-    def _send(self, max_tokens: int, **hints: Any) -> tuple[str, dict[str, Any]]:
-        completion = self._client.chat.completions.create(
+    def _send(self, max_tokens: int, **hints: Any) -> tuple[str, str]:
+        answer = self._client.chat.completions.create(
             model=self._model,
             messages=self._messages,
             max_tokens=max_tokens,
             extra_body={"kv_transfer_params": {"ctx": {**self._ctx, **hints}}},
         )
-        extra = completion.model_extra or {}
-        params = extra.get("kv_transfer_params") or {}
-        return completion.choices[0].message.content or "", params.get("ctx") or {}
+        prompt_tokens = answer.usage.prompt_tokens if answer.usage else 0
+        receipt = (answer.model_extra or {})["kv_transfer_params"]["ctx"]
+        device_tokens = prompt_tokens - receipt["lookup_tokens"]
+        came_from = f"{prompt_tokens} prompt tokens: {device_tokens} from the device, "
+        came_from += f"{receipt['loaded_tokens']} from host memory"
+        return answer.choices[0].message.content or "", came_from
 
 
 def main() -> None:
@@ -66,9 +69,8 @@ def main() -> None:
     chats = {name: Chat(client, model, args.tenant, name) for name in QUESTIONS}
     for turn in zip(*QUESTIONS.values(), strict=True):
         for (name, chat), question in zip(chats.items(), turn, strict=True):
-            answer, receipt = chat.ask(question)
-            print(f"{name}: {question} {answer!r}")
-            print(f"  {receipt.get('loaded_tokens', 0)} tokens from host memory")
+            answer, came_from = chat.ask(question)
+            print(f"{name}: {question} {answer!r}\n  {came_from}")
     for chat in chats.values():
         chat.close()
 

@@ -32,7 +32,8 @@ def with_tenant(body: Mapping[str, Any], tenant: str) -> dict[str, Any]:
     """Returns the request with the tenant set, whatever the client has said."""
     params = body.get("kv_transfer_params")
     sent = params.get("ctx") if isinstance(params, dict) else None
-    ctx = {name: sent[name] for name in HINTS if name in sent} if sent else {}
+    sent = sent if isinstance(sent, dict) else {}
+    ctx = {name: sent[name] for name in HINTS if name in sent}
     # To part tenants in the device's cache too, set body["cache_salt"] here.
     return {**body, "kv_transfer_params": {"ctx": {**ctx, "tenant": tenant}}}
 
@@ -63,7 +64,10 @@ def make_app(keys: Mapping[str, str], vllm: httpx.AsyncClient) -> FastAPI:
         upstream = vllm.build_request(
             "POST", f"/v1/{path}", json=with_tenant(body, tenant)
         )
-        answer = await vllm.send(upstream, stream=True)
+        try:
+            answer = await vllm.send(upstream, stream=True)
+        except httpx.TransportError as error:
+            raise HTTPException(502, "vLLM does not answer") from error
         return StreamingResponse(
             answer.aiter_bytes(),
             answer.status_code,

@@ -58,7 +58,9 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: OffloadWorker | None = None
         self._report = WorkerReport()
-        self._failed_block_ids: set[int] = set()
+        # Request id -> blocks that a failed load should have filled.
+        self._failed_loads: dict[str, set[int]] = {}
+        self._num_groups = len(shape.groups)
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = OffloadWorker(plan)
             return
@@ -93,7 +95,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         num_external_tokens: int,
     ) -> None:
         self._scheduler_side.on_allocated(
-            request, blocks.get_block_ids()[0], num_external_tokens
+            request, blocks.get_block_ids(), num_external_tokens
         )
 
     def build_connector_meta(
@@ -114,14 +116,14 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def request_finished(
         self, request: vllm_api.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # False: the blocks are not held back; a store that still reads them is fenced.
-        receipt = self._scheduler_side.on_finished(request, block_ids)
-        return False, vllm_api.one_receipt(request, receipt)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: vllm_api.Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        # False: the blocks are not held back; a store that still reads them is fenced.
+        receipt = self._scheduler_side.on_finished(request, block_ids)
+        return False, vllm_api.one_receipt(request, receipt)
 
     def has_pending_push_work(self) -> bool:
         # Keeps the engine stepping until the transfers of the last request have ended.
@@ -168,12 +170,23 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         finished = self._worker_side.finish_step()
         # One snapshot: the next two hooks report the same jobs in the same step.
         self._report = finished.report
-        self._failed_block_ids = finished.failed_block_ids
+        self._failed_loads = finished.failed_loads
         return None, finished.loaded_requests or None
 
+    def get_transfer_results(
+        self, finished_req_ids: set[str]
+    ) -> vllm_api.KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._num_groups > 1:
+            failed, self._failed_loads = self._failed_loads, {}
+            results.failed_recving.update(failed)
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_block_ids = self._failed_block_ids, set()
-        return failed
+        if self._num_groups > 1:
+            return set()  # vLLM wants requests instead, see above
+        failed, self._failed_loads = self._failed_loads, {}
+        return set().union(*failed.values())
 
     def build_connector_worker_meta(self) -> vllm_api.CtxOffloadWorkerMetadata | None:
         report, self._report = self._report, WorkerReport()

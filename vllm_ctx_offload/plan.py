@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from vllm_ctx_offload.config import OffloadConfig, check_accounts
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import default_pool_bytes, format_bytes
 
-__all__ = ["ModelShape", "OffloadPlan", "resolve_plan"]
+__all__ = ["GroupShape", "ModelShape", "OffloadPlan", "resolve_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How far back the layers of one KV cache group look. At most one field is set."""
+
+    window: int | None = None  # tokens that the next one attends to, itself included
+    stretch: int | None = None  # attention begins anew every so many tokens
+
+    @property
+    def looks_at_all(self) -> bool:
+        return self.window is None and self.stretch is None
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Returns the first token whose KV is read when `num_tokens` are computed."""
+        if self.window is not None:
+            return max(num_tokens - self.window + 1, 0)
+        if self.stretch is not None:
+            return num_tokens // self.stretch * self.stretch
+        return 0
+
+
+_ONE_GROUP: Final = (GroupShape(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +45,8 @@ class ModelShape:
     num_device_blocks: int
     num_workers: int  # of one engine; each holds its part of every block
     num_engines: int = 1  # data-parallel engines that share this host's memory
+    # Blocks of all groups come from one pool and are as large as each other.
+    groups: tuple[GroupShape, ...] = _ONE_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +59,7 @@ class OffloadPlan:
     bytes_per_block: int  # on one worker
     num_workers: int
     num_slots: int  # chunks that fit; the same on every worker
+    groups: tuple[GroupShape, ...] = _ONE_GROUP
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -58,10 +85,12 @@ class OffloadPlan:
 
     def describe(self, pin: bool) -> str:
         """Returns the plan as one line for the log; `pin`: whether workers try to."""
+        num_tokens = self.num_slots * self.tokens_per_chunk // len(self.groups)
+        groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
         return (
-            f"chunks of {self.tokens_per_chunk} tokens "
+            f"chunks of {self.tokens_per_chunk} tokens{groups} "
             f"({format_bytes(self.bytes_per_chunk)}), {self.num_slots} slots for "
-            f"{self.num_slots * self.tokens_per_chunk} tokens, "
+            f"{num_tokens} tokens, "
             f"{format_bytes(self.bytes_per_worker)} of host memory on each of "
             f"{self.num_workers} worker(s), {format_bytes(self.total_bytes)} in all, "
             f"{'pinned' if pin else 'not pinned'}"
@@ -97,6 +126,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
         bytes_per_block=shape.bytes_per_block,
         num_workers=shape.num_workers,
         num_slots=num_slots,
+        groups=shape.groups,
     )
 
 

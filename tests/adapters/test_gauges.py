@@ -17,7 +17,11 @@ from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
 
 MakeSide = Callable[..., SchedulerSide]
 MakeRequest = Callable[..., Request]
-TENANTS = {"acme": {"limit": 30, "reserved": 25}, "zeta": {}}  # chunks have 10 bytes
+BLOCKS = [1, 2, 3, 4, 5]
+TENANTS: dict[str, Any] = {
+    "acme": {"limit": 30, "reserved": 25},
+    "zeta": {},
+}  # chunks have 10 bytes
 
 
 def taken(side: SchedulerSide) -> dict[tuple[str, ...], Any]:
@@ -27,8 +31,8 @@ def taken(side: SchedulerSide) -> dict[tuple[str, ...], Any]:
 def compute(side: SchedulerSide, request: Request) -> int:
     """Computes a prompt of 16 tokens; returns how many chunks are being stored."""
     side.lookup(request, 0)
-    side.on_allocated(request, [1, 2, 3, 4], 0)
-    table = TableUpdate(request.request_id, [1, 2, 3, 4], 0, replace=True)
+    side.on_allocated(request, [[1, 2, 3, 4]], 0)
+    table = TableUpdate(request.request_id, [[1, 2, 3, 4]], 0, replace=True)
     plan = side.plan_step(lambda: StepEvents({request.request_id: 16}, [table]))
     return sum(len(job.rows) for job in plan.stores)
 
@@ -123,9 +127,9 @@ def test_lookups_are_hits_misses_and_skipped(
         params = {"ctx": {"tenant": tenant, "load": index != 6}}
         request = make_request(17 + index % 2, f"r{index}", params)
         num_found, _ = side.lookup(request, 0)
-        side.on_allocated(request, [1, 2, 3, 4, 5], num_found or 0)
+        side.on_allocated(request, [BLOCKS], num_found or 0)
         if not num_found:
-            table = TableUpdate(request.request_id, [1, 2, 3, 4, 5], 0, replace=True)
+            table = TableUpdate(request.request_id, [BLOCKS], 0, replace=True)
             events = StepEvents({request.request_id: 17}, [table])
             plan = side.plan_step(lambda events=events: events)
         else:

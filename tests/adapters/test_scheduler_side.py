@@ -32,7 +32,7 @@ HOOKS: dict[str, tuple[str, Callable[[SchedulerSide, Any], Any], Any]] = {
     ),
     "update_state_after_alloc": (
         "on_allocated",
-        lambda side, request: side.on_allocated(request, [1], 0),
+        lambda side, request: side.on_allocated(request, [[1]], 0),
         None,
     ),
     "build_connector_meta": (
@@ -47,7 +47,7 @@ HOOKS: dict[str, tuple[str, Callable[[SchedulerSide, Any], Any], Any]] = {
     ),
     "request_finished": (
         "on_finished",
-        lambda side, request: side.on_finished(request, []),
+        lambda side, request: side.on_finished(request, [[]]),
         None,
     ),
     "reset_cache": ("reset", lambda side, request: side.reset(), True),
@@ -67,14 +67,14 @@ def store(side: SchedulerSide, request: Request) -> dict[str, Any] | None:
     blocks = list(range(1, num_tokens // 4 + 1))
     side.on_new_request(request)
     side.lookup(request, 0)
-    side.on_allocated(request, blocks, 0)
+    side.on_allocated(request, [blocks], 0)
     events = StepEvents(
         {request.request_id: num_tokens},
-        [TableUpdate(request.request_id, blocks, 0, replace=True)],
+        [TableUpdate(request.request_id, [blocks], 0, replace=True)],
     )
     for job in side.plan_step(lambda: events).stores:
         side.on_worker_report(WorkerReport(Counter([job.job_id])))
-    return side.on_finished(request, blocks)
+    return side.on_finished(request, [blocks])
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -120,7 +120,7 @@ def test_promised_load_that_broke_is_reported_as_failed(
     store(side, make_request(16, "stored"))
     assert side.lookup(request, 8) == (8, True)
     break_planner(side, "on_allocated")
-    side.on_allocated(request, [7, 8, 9, 10], 8)
+    side.on_allocated(request, [[7, 8, 9, 10]], 8)
     assert side.plan_step(StepEvents) == TransferPlan(
         loads=(TransferJob(-1, "r", (9, 10), ()),)
     )
@@ -134,7 +134,7 @@ def test_admitted_load_that_was_not_sent_is_reported_as_failed(
     side, request = make_side(), make_request(20)
     store(side, make_request(16, "stored"))
     assert side.lookup(request, 0) == (16, True)
-    side.on_allocated(request, [7, 8, 9, 10], 16)
+    side.on_allocated(request, [[7, 8, 9, 10]], 16)
     if when == "later hook":
         break_planner(side, "reset")
         side.reset()
@@ -143,7 +143,7 @@ def test_admitted_load_that_was_not_sent_is_reported_as_failed(
         if when == "reading":
             raise AttributeError
         # A running request cannot be told of a table while its load is under way.
-        return StepEvents({"r": 4}, [TableUpdate("r", [1], 0, replace=True)])
+        return StepEvents({"r": 4}, [TableUpdate("r", [[1]], 0, replace=True)])
 
     assert side.plan_step(events) == TransferPlan(
         loads=(TransferJob(1, "r", (7, 8, 9, 10), ()),)
@@ -231,7 +231,7 @@ def test_no_more_than_the_budget_is_protected_and_the_rest_is_counted(
 ) -> None:
     side = make_side(max_protected=max_protected)
     side.on_new_request(request := make_request(16, params={"ctx": {"priority": 80}}))
-    events = StepEvents({"r": 16}, [TableUpdate("r", [1, 2, 3, 4], 0, replace=True)])
+    events = StepEvents({"r": 16}, [TableUpdate("r", [[1, 2, 3, 4]], 0, replace=True)])
     side.plan_step(lambda: events)
     assert request.num_prompt_tokens == 16
     assert isinstance(side.manager, HostMemoryManager)
@@ -247,7 +247,7 @@ def test_decode_priority_begins_where_the_prompt_ends(
     side = make_side(offload_prompt_only=False)
     request = make_request(16, params={"ctx": {"decode_priority": 80}})
     side.on_new_request(request)
-    table = [TableUpdate("r", [1, 2, 3, 4, 5], 0, replace=True)]
+    table = [TableUpdate("r", [[1, 2, 3, 4, 5]], 0, replace=True)]
     side.plan_step(lambda: StepEvents({"r": 16}, table))
     assert isinstance(side.manager, HostMemoryManager)
     assert side.manager.num_protected == 0
@@ -294,10 +294,10 @@ def test_threshold_puts_the_filter_before_the_manager(
 ) -> None:
     side = make_side(store_threshold=2)
     request = make_request(16)
-    events = StepEvents({"r": 16}, [TableUpdate("r", [1, 2, 3, 4], 0, replace=True)])
+    events = StepEvents({"r": 16}, [TableUpdate("r", [[1, 2, 3, 4]], 0, replace=True)])
     side.on_new_request(request)
     assert side.plan_step(lambda: events).stores == ()
-    side.on_finished(request, [1, 2, 3, 4])
+    side.on_finished(request, [[1, 2, 3, 4]])
     side.on_new_request(request)
     assert len(side.plan_step(lambda: events).stores) == 1
 
@@ -307,10 +307,10 @@ def test_work_is_pending_until_the_worker_has_reported(
 ) -> None:
     side, request = make_side(), make_request(16)
     assert not side.has_work
-    events = StepEvents({"r": 16}, [TableUpdate("r", [1, 2, 3, 4], 0, replace=True)])
+    events = StepEvents({"r": 16}, [TableUpdate("r", [[1, 2, 3, 4]], 0, replace=True)])
     side.on_new_request(request)
     side.plan_step(lambda: events)
-    side.on_finished(request, [1, 2, 3, 4])
+    side.on_finished(request, [[1, 2, 3, 4]])
     assert side.has_work
     side.on_worker_report(WorkerReport(Counter([0])))
     assert not side.has_work

@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -68,6 +67,14 @@ def cached(**requests: tuple[list[int] | None, int, bool]) -> CachedRequestData:
     )
 
 
+FULL: dict[str, Any] = {
+    "block_size": 32,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "dtype": torch.float32,
+}
+
+
 class TestStepEvents:
     def test_empty_step_has_no_events(self) -> None:
         events = vllm_api.step_events(SchedulerOutput.make_empty())
@@ -86,9 +93,9 @@ class TestStepEvents:
         assert events == StepEvents(
             num_scheduled_tokens={"new": 3, "runs": 1, "back": 9, "same": 1},
             tables=[
-                TableUpdate("new", [1, 2], 32, replace=True),
-                TableUpdate("runs", [3], 64, replace=False),
-                TableUpdate("back", [4, 5], 0, replace=True),
+                TableUpdate("new", ([1, 2],), 32, replace=True),
+                TableUpdate("runs", ([3],), 64, replace=False),
+                TableUpdate("back", ([4, 5],), 0, replace=True),
             ],
             preempted={"lost", "back"},
         )
@@ -127,23 +134,29 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"{name} = 2 is not supported"):
             vllm_api.check_environment(config, make_kv_cache_config(8, 32))
 
-    def test_several_groups(self) -> None:
+    @pytest.mark.parametrize("name", ["RSWASpec", "SinkFullAttentionSpec"])
+    def test_attention_whose_tables_are_of_another_kind(self, name: str) -> None:
         kv_cache_config = make_kv_cache_config(8, 32)
-        kv_cache_config.kv_cache_groups *= 2
-        with pytest.raises(ConfigError, match=r"2 KV cache group.*FullAttentionSpec"):
+        spec = type(name, (FullAttentionSpec,), {})(**FULL)
+        kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["layer"], spec)]
+        with pytest.raises(ConfigError, match=rf"1 KV cache group.*{name}"):
             vllm_api.check_environment(make_config(), kv_cache_config)
 
-    def test_group_that_frees_blocks_while_running(self) -> None:
+    def test_groups_whose_blocks_differ_in_size(self) -> None:
         kv_cache_config = make_kv_cache_config(8, 32)
-        spec = SlidingWindowSpec(
-            block_size=32,
-            num_kv_heads=2,
-            head_size=32,
-            dtype=torch.float32,
-            sliding_window=64,
-        )
-        kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["layer"], spec)]
-        with pytest.raises(ConfigError, match="SlidingWindowSpec"):
+        spec = FullAttentionSpec(**{**FULL, "block_size": 64})
+        kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec))
+        with pytest.raises(ConfigError, match=r"blocks of \[32, 64\] tokens"):
+            vllm_api.check_environment(make_config(), kv_cache_config)
+
+    def test_groups_on_a_release_that_can_not_recompute_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm_api, "KVConnectorTransferResults", None)
+        kv_cache_config = make_kv_cache_config(8, 32)
+        vllm_api.check_environment(make_config(), kv_cache_config)
+        kv_cache_config.kv_cache_groups *= 2
+        with pytest.raises(ConfigError, match="2 KV cache groups, and vLLM"):
             vllm_api.check_environment(make_config(), kv_cache_config)
 
     def test_untested_release_is_a_warning(

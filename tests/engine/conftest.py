@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.harness import Engine
-from engine.models import make_llama, make_mla
+from engine.models import make_gemma3, make_llama, make_mla
 from engine.spec import EngineSpec
 
 HERE = Path(__file__).parent
@@ -29,6 +30,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mla(tmp_path_factory.mktemp("mla"))
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma3(tmp_path_factory.mktemp("gemma3"))
 
 
 class EngineShelf:
@@ -57,3 +63,28 @@ def shelf() -> Iterator[EngineShelf]:
     shelf = EngineShelf()
     yield shelf
     shelf.clear()
+
+
+class CopyFaults:
+    """Stands before the worker's copy and makes chosen ones fail."""
+
+    def __init__(self, copy: Callable[..., None]) -> None:
+        self._copy = copy
+        self.fail: Callable[[bool], bool] = lambda to_host: False
+        self.num_failed = 0
+
+    def __call__(self, *arguments: Any, to_host: bool) -> None:
+        if self.fail(to_host):
+            self.num_failed += 1
+            raise OSError("injected")
+        self._copy(*arguments, to_host=to_host)
+
+
+@pytest.fixture
+def faults(engine: Engine) -> Iterator[CopyFaults]:
+    transfer = engine.transfer
+    faults = CopyFaults(transfer._copy)
+    transfer._copy = faults
+    yield faults
+    engine.drain()
+    transfer._copy = faults._copy

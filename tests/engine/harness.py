@@ -193,15 +193,23 @@ class Engine:
         for tensor in self.kv_tensors:
             tensor.fill_(_GARBAGE)
 
-    def ask_and_read(self, prompt: Prompt) -> tuple[Result, list[bytes]]:
-        """Returns the answer and the bytes of the prompt's full blocks, all layers."""
+    def ask_and_read(self, prompt: Prompt) -> tuple[Result, dict[Any, bytes]]:
+        """Returns the answer and the bytes of the prompt's full blocks, all layers.
+
+        By (group, place in the table); holes of a table are left out.
+        """
         request_id = self.add(prompt, max_tokens=2)
         request = self._newest_request()
         while not request.num_output_tokens:
             self.step()
-        table = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        tables = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         num_full = len(prompt) // self.spec.tokens_per_block
-        contents = [self._bytes_of_block(block) for block in table[0][:num_full]]
+        contents = {
+            (group, place): self._bytes_of_block(block)
+            for group, table in enumerate(tables)
+            for place, block in enumerate(table[:num_full])
+            if block
+        }
         results: dict[str, Result] = {}
         while request_id not in results:
             results.update(self.step())
@@ -214,7 +222,10 @@ class Engine:
 
     def _bytes_of_block(self, block_id: int) -> bytes:
         parts = []
-        for tensor in self.kv_tensors:
+        # Layers of different groups share a tensor.
+        for tensor in {
+            tensor.data_ptr(): tensor for tensor in self.kv_tensors
+        }.values():
             axis = tensor.shape.index(self.spec.num_blocks)
             block = tensor.select(axis, block_id).contiguous().flatten()
             parts.append(block.view(torch.uint8).numpy().tobytes())

@@ -15,13 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
 )
 
-__all__ = ["VOCAB_SIZE", "make_llama", "make_mla"]
+__all__ = ["GEMMA3_WINDOW", "VOCAB_SIZE", "make_gemma3", "make_llama", "make_mla"]
 
 VOCAB_SIZE: Final = 512
+GEMMA3_WINDOW: Final = 128
 _SPREAD: Final = 0.12
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
@@ -46,6 +48,26 @@ def make_llama(folder: Path) -> Path:
     )
     _write(folder, config, torch.float32)
     _write_tokenizer(folder)
+    return folder
+
+
+def make_gemma3(folder: Path) -> Path:
+    """Writes a Gemma 3 in float32: two groups that slide, one that looks at all."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=4096,
+        sliding_window=GEMMA3_WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        initializer_range=_SPREAD,
+    )
+    _write(folder, config, torch.float32)
     return folder
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.conftest import EngineShelf
+from engine.conftest import CopyFaults, EngineShelf
 from engine.harness import Engine, assert_same_answer, manager_of, random_prompt
 from engine.spec import BLOCK, EngineSpec
 
@@ -19,31 +18,6 @@ NUM_FULL = 600 // BLOCK * BLOCK
 @pytest.fixture
 def engine(shelf: EngineShelf, llama: Path) -> Engine:
     return shelf.get(EngineSpec.make(llama))
-
-
-class CopyFaults:
-    """Stands before the worker's copy and makes chosen ones fail."""
-
-    def __init__(self, copy: Callable[..., None]) -> None:
-        self._copy = copy
-        self.fail: Callable[[bool], bool] = lambda to_host: False
-        self.num_failed = 0
-
-    def __call__(self, *arguments: Any, to_host: bool) -> None:
-        if self.fail(to_host):
-            self.num_failed += 1
-            raise OSError("injected")
-        self._copy(*arguments, to_host=to_host)
-
-
-@pytest.fixture
-def faults(engine: Engine) -> Iterator[CopyFaults]:
-    transfer = engine.transfer
-    faults = CopyFaults(transfer._copy)
-    transfer._copy = faults
-    yield faults
-    engine.drain()
-    transfer._copy = faults._copy
 
 
 def test_a_failed_load_is_recomputed_and_its_keys_are_gone(

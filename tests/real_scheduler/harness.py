@@ -63,6 +63,7 @@ class Engine:
         num_workers: int = 1,
         kv_transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
+        windows: Sequence[int | None] = (None,),
         **setup: Any,
     ) -> None:
         self.now = 0.0
@@ -72,7 +73,7 @@ class Engine:
             types.SimpleNamespace(monotonic=lambda: self.now),
         )
         self.block_size = block_size
-        kv_cache_config = make_kv_cache_config(num_blocks, block_size)
+        kv_cache_config = make_kv_cache_config(num_blocks, block_size, windows)
         page_bytes = kv_cache_config.kv_cache_tensors[0].block_stride
         per_chunk = (extra or {}).get("blocks_per_chunk", 1)
         pool = {"cpu_bytes_to_use": num_slots * per_chunk * page_bytes * num_workers}
@@ -282,7 +283,10 @@ class Engine:
         for tier in tiers:
             ended = tier.finish_step()
             kv_output.finished_recving |= ended.loaded_requests
-            kv_output.invalid_block_ids |= ended.failed_block_ids
+            if len(self.scheduler.kv_cache_config.kv_cache_groups) > 1:
+                kv_output.failed_recving |= ended.failed_loads.keys()
+            else:
+                kv_output.invalid_block_ids.update(*ended.failed_loads.values())
             report = ended.report
             metas.append(CtxOffloadWorkerMetadata(report) if report else None)
         if len(self.connectors) == 1:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from real_scheduler.sim_worker import Forward, TokenView
+from real_scheduler.sim_worker import Forward, TokenView, in_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -36,7 +36,7 @@ class SimModel:
                 self.views[request_id] = TokenView(tokens)
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             first = starts[request_id]
-            forwards.append(self._compute(request_id, first, count, drafts))
+            forwards.extend(self._compute(request_id, first, count, drafts))
             sampled[request_id] = self._sample(request_id, first + count, drafts)
             total = self.num_scheduled.get(request_id, 0) + count
             self.num_scheduled[request_id] = total
@@ -44,18 +44,23 @@ class SimModel:
 
     def _compute(
         self, request_id: str, first: int, count: int, drafts: list[int]
-    ) -> Forward:
+    ) -> Iterator[Forward]:
+        """Yields the part of each group."""
         view = self.views[request_id]
         with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
         hashes = with_drafts.prefix_hashes[first : first + count]
         assert len(hashes) == count, f"{request_id} computes tokens that nobody knows"
-        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        return Forward(
-            list(block_ids),
-            first,
-            [(self.generation, value) for value in hashes],
-            view.prefix_hashes[:first],
-        )
+        manager = self._scheduler.kv_cache_manager
+        tables = manager.get_block_ids(request_id)
+        for group, block_ids in enumerate(tables):
+            kind = manager.coordinator.single_type_managers[group]
+            yield Forward(
+                list(block_ids),
+                first,
+                [(self.generation, in_group(group, value)) for value in hashes],
+                [in_group(group, value) for value in view.prefix_hashes[:first]],
+                kind.get_num_skipped_tokens(first),
+            )
 
     def _sample(self, request_id: str, end: int, drafts: list[int]) -> list[int]:
         view = self.views[request_id]

@@ -40,13 +40,19 @@ class TokenView:
         return 1 + self.prefix_hashes[-1] % 500
 
 
+def in_group(group: int, prefix_hash: int) -> int:
+    """Returns what layers of a group make of a prefix: of each another KV."""
+    return prefix_hash if group == 0 else hash((group, prefix_hash))
+
+
 class Forward(NamedTuple):
-    """One request's part of a forward pass."""
+    """One request's part of a forward pass, in the layers of one group."""
 
     block_ids: list[int]
     first: int  # position of the first token that is computed
     symbols: list[Symbol]  # to write from there on
     read: list[int]  # prefix hashes that the blocks must hold before `first`
+    read_from: int = 0  # the first position that the layers still look at
 
 
 @dataclass
@@ -75,7 +81,7 @@ class _Copy:
 @dataclass
 class TierResult:
     loaded_requests: set[str] = field(default_factory=set)
-    failed_block_ids: set[int] = field(default_factory=set)
+    failed_loads: dict[str, set[int]] = field(default_factory=dict)
     report: WorkerReport = field(default_factory=WorkerReport)
 
 
@@ -146,7 +152,7 @@ class SimTier:
         result = TierResult()
         for job in self._refused:
             result.loaded_requests.add(job.request_id)
-            result.failed_block_ids.update(job.block_ids)
+            result.failed_loads[job.request_id] = set(job.block_ids)
             result.report.num_done[job.job_id] += 1
             result.report.failed.add(job.job_id)
         self._refused = []
@@ -164,7 +170,7 @@ class SimTier:
         if not copy.to_host:
             result.loaded_requests.add(copy.job.request_id)
             if copy.fails:
-                result.failed_block_ids.update(copy.job.block_ids)
+                result.failed_loads[copy.job.request_id] = set(copy.job.block_ids)
 
     @property
     def idle(self) -> bool:
@@ -184,14 +190,16 @@ class SimDevice:
         block, offset = divmod(position, self.block_size)
         return self.blocks[block_ids[block]][offset]
 
-    def check(self, block_ids: list[int], prefix_hashes: list[int]) -> None:
-        """Raises AssertionError unless the blocks hold this prefix."""
-        for position, expected in enumerate(prefix_hashes):
+    def check(self, forward: Forward) -> None:
+        """Raises AssertionError unless the blocks hold what is read of them."""
+        block_ids = forward.block_ids
+        for position in range(forward.read_from, len(forward.read)):
+            expected = forward.read[position]
             found = self.at(block_ids, position)
             assert found == (found[0], expected), f"position {position} holds {found}"
 
     def run(self, forward: Forward) -> None:
-        self.check(forward.block_ids, forward.read)
+        self.check(forward)
         for index, symbol in enumerate(forward.symbols):
             block, offset = divmod(forward.first + index, self.block_size)
             self.blocks[forward.block_ids[block]][offset] = symbol

@@ -104,6 +104,15 @@ SETUPS: list[dict[str, Any]] = [
     {"async_scheduling": True, "extra": {"blocks_per_chunk": 3}},
     {"num_workers": 2, "extra": {"blocks_per_chunk": 2}},
     {"async_scheduling": True, "extra": {"store_threshold": 2}, "num_workers": 2},
+    {"windows": (None, 70, 70), "num_blocks": 60, "num_slots": 27},
+    {
+        "windows": (33, None),
+        "num_blocks": 45,
+        "num_slots": 18,
+        "async_scheduling": True,
+        "extra": {"blocks_per_chunk": 3},
+    },
+    {"windows": (100,), "async_scheduling": True, "num_workers": 2},
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 
 import vllm_ctx_offload
@@ -57,23 +60,41 @@ def _model_config() -> ModelConfig:
         )
 
 
-def make_kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """Returns one group of one full-attention layer."""
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32
-    )
-    page_bytes = spec.page_size_bytes
+def make_kv_cache_config(
+    num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)
+) -> KVCacheConfig:
+    """Returns groups of one layer each, of sliding or, where None, full attention.
+
+    As in vLLM the layers of different groups share a tensor, and blocks one pool.
+    """
+    shape: dict[str, Any] = {
+        "block_size": block_size,
+        "num_kv_heads": 2,
+        "head_size": 32,
+        "dtype": torch.float32,
+    }
+    specs: list[AttentionSpec] = [
+        FullAttentionSpec(**shape)
+        if window is None
+        else SlidingWindowSpec(**shape, sliding_window=window)
+        for window in windows
+    ]
+    names = ["layer", *(f"layer{index}" for index in range(1, len(specs)))]
+    page_bytes = specs[0].page_size_bytes
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(
                 size=page_bytes * num_blocks,
-                layers=["layer"],
+                layers=names,
                 layer_stride=page_bytes * num_blocks,
                 block_stride=page_bytes,
             )
         ],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([name], spec)
+            for name, spec in zip(names, specs, strict=True)
+        ],
     )
 
 

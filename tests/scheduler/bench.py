@@ -10,7 +10,7 @@ from helpers import make_req_context
 
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 from vllm_ctx_offload.scheduler import Planner, StepEvents, TableUpdate
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -50,10 +50,16 @@ class Bench:
         blocks_per_chunk: int = 1,
         num_workers: int = 1,
         hashes_per_block: int = 1,
+        groups: tuple[GroupShape, ...] = (GroupShape(),),
         **options: Any,
     ) -> None:
         self.stats = OffloadStats()
-        policy = PolicyConfig({"default": AccountTerms()}, max_protected=num_slots)
+        policy = PolicyConfig(
+            {"default": AccountTerms()},
+            max_protected=num_slots,
+            tokens_per_chunk=TOKENS_PER_BLOCK * blocks_per_chunk,
+            keys_per_chunk=len(groups),
+        )
         self.manager = HostMemoryManager(num_slots, self.stats, policy, lambda: 0.0)
         plan = OffloadPlan(
             tokens_per_block=TOKENS_PER_BLOCK,
@@ -62,6 +68,7 @@ class Bench:
             bytes_per_block=10,
             num_workers=num_workers,
             num_slots=num_slots,
+            groups=groups,
         )
         self.planner = Planner(
             plan,
@@ -88,14 +95,15 @@ class Bench:
         request: FakeRequest,
         num_tokens: int,
         block_ids: list[int] | None = None,
-        *,
+        *more_groups: list[int],
         replace: bool = True,
     ) -> TransferPlan:
-        """Schedules tokens of one request; a table given is its new blocks."""
+        """Schedules tokens of one request; tables given are its new blocks."""
         tables = []
         if block_ids is not None:
             computed = request.num_computed_tokens
-            tables = [TableUpdate(request.request_id, block_ids, computed, replace)]
+            blocks = [block_ids, *more_groups]
+            tables = [TableUpdate(request.request_id, blocks, computed, replace)]
         plan = self.planner.plan_step(
             StepEvents(
                 num_scheduled_tokens={request.request_id: num_tokens}, tables=tables
@@ -119,11 +127,11 @@ class Bench:
         """Stores a whole prompt and forgets the request."""
         request = self.add(num_tokens, request_id)
         self.lookup(request)
-        self.planner.on_allocated(request, [], 0)
+        self.planner.on_allocated(request, [[]], 0)
         num_blocks = -(-num_tokens // TOKENS_PER_BLOCK)
         plan = self.run(request, num_tokens, list(range(100, 100 + num_blocks)))
         self.end(*(job.job_id for job in plan.stores))
-        self.planner.on_finished(request, [])
+        self.planner.on_finished(request, [[]])
 
     def check(self) -> None:
         self.planner.check_invariants()

@@ -36,8 +36,9 @@ def test_hit_is_promised_and_pinned(bench: Bench) -> None:
     assert state_of(bench, request).lease == Lease(
         keys=tuple(state_of(bench, request).keys[:4]),
         slots=(0, 1, 2, 3),
-        first_chunk=0,
+        places=(0, 1, 2, 3),
         start_token=0,
+        num_tokens=16,
     )
     assert bench.manager.num_pinned == 4
 
@@ -86,7 +87,7 @@ def test_request_that_must_not_read_is_skipped_and_counted(
     figures(bench.stats)
     request = bench.add(20, **fields)
     assert bench.lookup(request, num_local=4) == (0, False)
-    bench.planner.on_allocated(request, [1, 2, 3, 4, 5], 0)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4, 5]], 0)
     assert bench.manager.num_pinned == 0
     assert figures(bench.stats) == {
         '["lookup_tokens", "default"]': 16,
@@ -107,7 +108,7 @@ def test_load_goes_into_the_table_behind_the_local_hit(bench: Bench) -> None:
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request, num_local=4)
-    bench.planner.on_allocated(request, [11, 12, 13, 14], 12)
+    bench.planner.on_allocated(request, [[11, 12, 13, 14]], 12)
     plan = bench.idle()
     assert plan == TransferPlan(
         loads=(TransferJob(1, "r", (12, 13, 14), (1, 2, 3)),), idle=True
@@ -124,7 +125,7 @@ def test_load_may_begin_inside_a_chunk(make_bench: MakeBench) -> None:
         request = bench.add(30, f"after {num_local}")
         assert bench.lookup(request, num_local=num_local) == (24 - num_local, True)
         table = list(range(6))
-        bench.planner.on_allocated(request, table, 24 - num_local)
+        bench.planner.on_allocated(request, [table], 24 - num_local)
         (load,) = bench.idle().loads
         assert load.block_ids == load.rows == expected
 
@@ -133,7 +134,7 @@ def test_less_than_promised_gives_the_rest_of_the_lease_back(bench: Bench) -> No
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2], 7)
+    bench.planner.on_allocated(request, [[1, 2]], 7)
     assert bench.manager.num_pinned == 2
     (load,) = bench.idle().loads
     assert load == TransferJob(1, "r", (1, 2), (0, 1))
@@ -144,7 +145,7 @@ def test_admission_with_no_tokens_gives_the_lease_back(bench: Bench) -> None:
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4, 5], 0)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4, 5]], 0)
     assert bench.manager.num_pinned == 0
     assert not bench.planner.has_work
 
@@ -153,12 +154,12 @@ def test_second_admission_after_a_load_changes_nothing(bench: Bench) -> None:
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
     (load,) = bench.idle().loads
     bench.end(load.job_id)
     assert state_of(bench, request).status is Status.WAITING
     figures(bench.stats)
-    bench.planner.on_allocated(request, [1, 2, 3, 4, 5], 0)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4, 5]], 0)
     assert figures(bench.stats) == {}
     assert bench.idle() == TransferPlan(idle=True)
     assert bench.manager.num_pinned == 0
@@ -170,7 +171,7 @@ def test_promise_without_a_lease_becomes_a_load_that_fails(bench: Bench) -> None
     request = bench.add(20)
     bench.lookup(request, num_local=4)
     bench.planner.reset()
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 12)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 12)
     (load,) = bench.idle().loads
     assert load == TransferJob(1, "r", (2, 3, 4), ())
     bench.end(load.job_id, failed=True)
@@ -182,7 +183,7 @@ def test_failed_load_takes_its_keys_out_of_the_cache(bench: Bench) -> None:
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
     (load,) = bench.idle().loads
     bench.end(load.job_id, failed=True)
     assert bench.manager.num_resident == 0
@@ -195,7 +196,7 @@ def test_request_whose_load_failed_steps_back_once_and_is_computed(
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
     (load,) = bench.idle().loads
     bench.end(load.job_id, failed=True)
     bench.store(16, "again")
@@ -214,10 +215,10 @@ def test_receipt_counts_only_what_was_loaded_well(
     bench.store(16)
     request = bench.add(20, kv_transfer_params={"ctx": {"receipt": True}})
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
     (load,) = bench.idle().loads
     bench.end(load.job_id, failed=failed)
-    receipt = bench.planner.on_finished(request, [1, 2, 3, 4])
+    receipt = bench.planner.on_finished(request, [[1, 2, 3, 4]])
     assert receipt is not None
     assert receipt["ctx"]["loaded_tokens"] == num_loaded
 
@@ -228,7 +229,7 @@ def test_load_of_several_workers_ends_with_the_last(make_bench: MakeBench) -> No
     bench.end(0)  # the second worker
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
     (load,) = bench.idle().loads
     bench.stats.take()
     bench.end(load.job_id)
@@ -242,9 +243,9 @@ def test_end_of_a_load_leaves_a_new_request_with_its_id_alone(bench: Bench) -> N
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
     (load,) = bench.idle().loads
-    bench.planner.on_finished(request, [1, 2, 3, 4])
+    bench.planner.on_finished(request, [[1, 2, 3, 4]])
     again = bench.add(20)
     bench.run(again, 20, [5, 6, 7, 8, 9])
     bench.end(load.job_id)
@@ -281,7 +282,7 @@ class TestWaiting:
         request = bench.add(20)
         bench.lookup(request, now=0.0)
         assert bench.lookup(request, now=1.0) == (0, False)
-        bench.planner.on_allocated(request, [], 0)
+        bench.planner.on_allocated(request, [[]], 0)
         assert bench.lookup(request, now=9.0) == (None, False)
 
     def test_wait_is_observed_when_the_request_is_admitted(self, bench: Bench) -> None:
@@ -294,14 +295,14 @@ class TestWaiting:
             assert bench.lookup(request, now=now) == (16, True)
         key = '["load_wait_seconds"]'
         assert key not in bench.stats.take()
-        bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+        bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
         assert bench.stats.take()[key] == [0.25]
 
     def test_wait_that_was_given_up_is_observed_whole(self, bench: Bench) -> None:
         request = bench.add(20)
         for now in (5.0, 5.5, 6.25):
             bench.lookup(request, now=now)
-        bench.planner.on_allocated(request, [], 0)
+        bench.planner.on_allocated(request, [[]], 0)
         assert bench.stats.take()['["load_wait_seconds"]'] == [1.25]
 
     def test_who_did_not_wait_is_not_observed(self, make_bench: MakeBench) -> None:
@@ -309,9 +310,9 @@ class TestWaiting:
         bench = make_bench(load_wait_s=0.0)
         storing = bench.add(16, "storing")
         bench.lookup(storing)
-        bench.planner.on_allocated(storing, [1, 2, 3, 4], 0)
+        bench.planner.on_allocated(storing, [[1, 2, 3, 4]], 0)
         bench.run(storing, 16, [1, 2, 3, 4])
         request = bench.add(20)
         assert bench.lookup(request, now=5.0) == (0, False)
-        bench.planner.on_allocated(request, [], 0)
+        bench.planner.on_allocated(request, [[]], 0)
         assert '["load_wait_seconds"]' not in bench.stats.take()

@@ -28,7 +28,7 @@ def other(bench: Bench, num_tokens: int, request_id: str = "other") -> FakeReque
 def loading(bench: Bench, request: FakeRequest, table: list[int]) -> TransferJob:
     """Admits the request with a load of its whole table."""
     bench.lookup(request)
-    bench.planner.on_allocated(request, table, 4 * len(table))
+    bench.planner.on_allocated(request, [table], 4 * len(table))
     (load,) = bench.idle().loads
     return load
 
@@ -39,7 +39,7 @@ def test_context_is_made_once_and_reaches_every_call(bench: Bench) -> None:
     bench.run(request, 20, [1, 2, 3, 4, 5])
     assert bench.planner.num_requests == 1
     assert bench.stats.take()['["hints_rejected", "priority", "type"]'] == 1
-    assert bench.planner.on_finished(request, []) is None
+    assert bench.planner.on_finished(request, [[]]) is None
     assert bench.planner.num_requests == 0
 
 
@@ -47,7 +47,7 @@ def test_unknown_requests_are_ignored(bench: Bench) -> None:
     """A step may name requests that have ended meanwhile."""
     plan = bench.idle(
         num_scheduled_tokens={"gone": 4},
-        tables=[TableUpdate("gone", [1], 0, replace=True)],
+        tables=[TableUpdate("gone", [[1]], 0, replace=True)],
         preempted={"gone"},
     )
     assert plan == TransferPlan()
@@ -65,7 +65,7 @@ def test_blocks_that_the_step_writes_are_fenced(bench: Bench) -> None:
     plan = bench.planner.plan_step(
         StepEvents(
             num_scheduled_tokens={"other": 8},
-            tables=[TableUpdate("other", [2, 9], 0, replace=True)],
+            tables=[TableUpdate("other", [[2, 9]], 0, replace=True)],
             preempted={"r"},
         )
     )
@@ -95,7 +95,7 @@ def test_targets_of_a_load_are_fenced(bench: Bench) -> None:
     bench.run(other(bench, 8), 8, [1, 2])
     request = bench.add(10)
     bench.lookup(request)
-    bench.planner.on_allocated(request, [2, 7], 8)
+    bench.planner.on_allocated(request, [[2, 7]], 8)
     plan = bench.idle()
     assert plan.fences == (1,)
     assert plan.loads == (TransferJob(2, "r", (2, 7), (0, 1)),)
@@ -112,12 +112,12 @@ def test_table_is_replaced_on_resumption_and_appended_to_otherwise(
     request = bench.add(12)
     bench.run(request, 4, [1])
     bench.run(request, 4, [2], replace=False)
-    assert state_of(bench, request).block_ids == [1, 2]
+    assert state_of(bench, request).block_ids == [[1, 2]]
     request.num_computed_tokens = 0
     bench.idle(preempted={"r"})
     assert state_of(bench, request).block_ids == []
     bench.run(request, 12, [7, 8, 9])
-    assert state_of(bench, request).block_ids == [7, 8, 9]
+    assert state_of(bench, request).block_ids == [[7, 8, 9]]
 
 
 def test_table_of_a_session_that_goes_on_is_replaced_without_a_preemption(
@@ -127,7 +127,7 @@ def test_table_of_a_session_that_goes_on_is_replaced_without_a_preemption(
     request = bench.add(8)
     bench.run(request, 8, [1, 2])
     bench.run(request, 1, [1, 2, 3])
-    assert state_of(bench, request).block_ids == [1, 2, 3]
+    assert state_of(bench, request).block_ids == [[1, 2, 3]]
 
 
 def test_preempted_and_resumed_in_one_step_keeps_the_new_table(bench: Bench) -> None:
@@ -136,12 +136,12 @@ def test_preempted_and_resumed_in_one_step_keeps_the_new_table(bench: Bench) -> 
     plan = bench.planner.plan_step(
         StepEvents(
             num_scheduled_tokens={"r": 8},
-            tables=[TableUpdate("r", [2, 1], 0, replace=True)],
+            tables=[TableUpdate("r", [[2, 1]], 0, replace=True)],
             preempted={"r"},
         )
     )
     assert plan.fences == (0,)
-    assert state_of(bench, request).block_ids == [2, 1]
+    assert state_of(bench, request).block_ids == [[2, 1]]
 
 
 def test_same_request_three_times_with_late_completions(bench: Bench) -> None:
@@ -161,7 +161,7 @@ def test_same_request_three_times_with_late_completions(bench: Bench) -> None:
         if len(rounds) == 2:
             bench.end(0, failed=True)
     assert rounds == [[0], [], [1]]
-    bench.planner.on_finished(request, [])
+    bench.planner.on_finished(request, [[]])
     assert bench.planner.has_work
     bench.end(1)
     assert not bench.planner.has_work
@@ -181,7 +181,7 @@ def test_preemption_seen_at_the_lookup_comes_before_the_load(bench: Bench) -> No
     bench.run(request, 20, [1, 2, 3, 4, 5])
     request.num_computed_tokens = 0
     assert bench.lookup(request) == (16, True)
-    bench.planner.on_allocated(request, [6, 7, 8, 9], 16)
+    bench.planner.on_allocated(request, [[6, 7, 8, 9]], 16)
     assert len(bench.idle(preempted={"r"}).loads) == 1
     assert state_of(bench, request).status is Status.LOADING
     bench.check()
@@ -195,7 +195,7 @@ def test_abort_during_a_load_leaves_the_pin_to_the_job(
     bench.store(16)
     request = bench.add(20)
     load = loading(bench, request, [1, 2, 3, 4])
-    bench.planner.on_finished(request, [1, 2, 3, 4])
+    bench.planner.on_finished(request, [[1, 2, 3, 4]])
     assert bench.manager.num_pinned == 4
     assert bench.idle() == TransferPlan(idle=True)
     bench.end(load.job_id, failed=failed)
@@ -208,7 +208,7 @@ def test_abort_after_a_positive_answer_gives_the_lease_back(bench: Bench) -> Non
     bench.store(16)
     request = bench.add(20)
     bench.lookup(request)
-    bench.planner.on_finished(request, [])
+    bench.planner.on_finished(request, [[]])
     assert bench.manager.num_pinned == 0
 
 
@@ -248,7 +248,7 @@ class TestReset:
         request.num_tokens = 12
         request.grow_hashes("prefix")
         assert bench.run(request, 4, [3], replace=False) == TransferPlan()
-        bench.planner.on_finished(request, [1, 2, 3])
+        bench.planner.on_finished(request, [[1, 2, 3]])
         assert bench.idle() == TransferPlan(idle=True)
 
     def test_kv_loaded_before_it_is_stored_by_nobody(self, bench: Bench) -> None:
@@ -289,7 +289,7 @@ class TestAbandon:
         bench.store(16)
         request = bench.add(20)
         bench.lookup(request)
-        bench.planner.on_allocated(request, [1, 2, 3, 4], 16)
+        bench.planner.on_allocated(request, [[1, 2, 3, 4]], 16)
         running = other(bench, 8)
 
         def fail(*args: object) -> None:

@@ -26,7 +26,7 @@ LEGAL = {
 
 def make_state(num_tokens: int = 16) -> RequestOffloadState:
     request = FakeRequest("r", num_tokens)
-    return RequestOffloadState(request, make_req_context("r"), b"p:")
+    return RequestOffloadState(request, make_req_context("r"), (b"p:",))
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(Status, Status)))
@@ -45,7 +45,7 @@ def test_only_legal_transitions_happen(before: Status, after: Status) -> None:
 def test_leaving_blocks_forgets_what_belonged_to_them() -> None:
     state = make_state()
     state.status = Status.RUNNING
-    state.block_ids, state.num_offered, state.store_barrier = [1, 2], 2, True
+    state.block_ids, state.num_offered, state.store_barrier = [[1, 2]], 2, True
     state.leave_blocks()
     assert state.status is Status.WAITING
     assert (state.block_ids, state.num_offered, state.store_barrier) == ([], 0, False)

@@ -106,7 +106,7 @@ def test_full_pool_rejects_the_tail_and_counts_it(make_bench: MakeBench) -> None
     (store,) = bench.run(request, 16, [1, 2, 3, 4]).stores
     assert store.block_ids == (1, 2)
     assert bench.stats.take()['["rejected_stores", "default", "full"]'] == 2
-    receipt = bench.planner.on_finished(request, [1, 2, 3, 4])
+    receipt = bench.planner.on_finished(request, [[1, 2, 3, 4]])
     assert receipt == {
         "ctx": {
             "tenant": "default",
@@ -138,7 +138,7 @@ class TestLateStores:
         bench.run(request, 1)
         request.num_tokens = request.num_prompt_tokens = 8
         request.grow_hashes("prefix")
-        bench.planner.on_finished(request, [1, 2])
+        bench.planner.on_finished(request, [[1, 2]])
         return request
 
     def test_it_is_first_in_the_next_plan(self, bench: Bench) -> None:
@@ -164,12 +164,12 @@ class TestLateStores:
         bench.run(request, 7, [1, 2])
         request.num_computed_tokens = request.num_tokens = 8
         request.grow_hashes("prefix")
-        bench.planner.on_finished(request, [])
+        bench.planner.on_finished(request, [[]])
         assert bench.idle() == TransferPlan(idle=True)
 
     def test_nothing_is_late_for_a_request_that_never_ran(self, bench: Bench) -> None:
         """CASES 3 and CONTRACT 13."""
         request = bench.add(8)
-        bench.planner.on_finished(request, [])
-        bench.planner.on_finished(request, [])
+        bench.planner.on_finished(request, [[]])
+        bench.planner.on_finished(request, [[]])
         assert bench.idle() == TransferPlan(idle=True)

@@ -169,6 +169,7 @@ INDEXED = {"index_select", "index_copy_"}
     ],
 )
 def test_no_operation_is_large_enough_for_the_models_threads(
+    *,
     block_bytes: int,
     blocks_are: str,
     rows_are: str,

@@ -39,7 +39,7 @@ def test_ten_thousand_random_schedules_have_no_hazard() -> None:
     for seed in range(10_000):
         lane = FailsSometimes if seed % 4 == 0 else Lane
         traffic = Traffic(seed, lane=lane)
-        traffic.play(3)
+        traffic.play(2)
         assert lane is FailsSometimes or traffic.num_failed == 0
 
 
@@ -237,6 +237,7 @@ def test_closing_waits_for_copies_that_still_use_the_pool(path: Path) -> None:
 
 def test_jobs_that_were_not_launched_when_closing_end_as_failed() -> None:
     traffic = Traffic(0)
+    before = traffic.pool.clone()
     with traffic.gpu:
         traffic._store([1, 2])
         traffic.transfer.close()
@@ -247,7 +248,7 @@ def test_jobs_that_were_not_launched_when_closing_end_as_failed() -> None:
         (0, False),
         (1, False),
     ]
-    assert not traffic.pool.any()
+    assert torch.equal(traffic.pool, before)
 
 
 def test_a_long_job_stops_between_its_pieces_when_closing() -> None:
@@ -264,7 +265,7 @@ def test_a_long_job_stops_between_its_pieces_when_closing() -> None:
         traffic.transfer.close()
         (result,) = traffic.transfer.poll()
     assert not result.ok
-    assert traffic.pool.count_nonzero() == 8
+    assert traffic.pool[list(result.job.rows)].unique().tolist() == [0, 1]
 
 
 def test_jobs_of_a_direction_are_reported_in_order_and_no_earlier() -> None:

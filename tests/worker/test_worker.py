@@ -54,7 +54,7 @@ def finish(worker: OffloadWorker, count: int) -> FinishedTransfers:
         worker.before_forward(TransferPlan(idle=True))
         got = worker.finish_step()
         total.loaded_requests |= got.loaded_requests
-        total.failed_block_ids |= got.failed_block_ids
+        total.failed_loads.update(got.failed_loads)
         total.report = total.report.merge(got.report)
     return total
 
@@ -107,7 +107,7 @@ def test_a_job_outside_cache_or_pool_fails_alone_and_touches_nothing(
         worker.start_stores(TransferPlan(stores=(bad,)))
     else:
         worker.start_loads(TransferPlan(loads=(bad,)))
-    ended = worker.finish_step()
+    ended = finish(worker, 1)
     assert ended.report.num_done == Counter({7: 1})
     assert ended.report.failed == {7}
     assert ended.loaded_requests == (set() if to_host else {"r7"})
@@ -145,7 +145,7 @@ def test_bytes_and_transfers_are_counted_by_direction(worker: OffloadWorker) -> 
     finish(worker, 1)
     counts = {tuple(json.loads(k)): v for k, v in worker.stats.take().items()}
     bytes_per_block = worker._plan.bytes_per_block
-    assert counts.pop(("transfer_seconds", "store")) >= 0
+    counts.pop(("transfer_seconds", "store"))
     assert counts == {
         ("transferred_bytes", "store"): 2 * bytes_per_block,
         ("transfers", "store"): 1,

@@ -15,12 +15,12 @@ from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker import cuda_transfer
 from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer, DeviceTerms
 from vllm_ctx_offload.worker.kv_layout import derive_layout
-from vllm_ctx_offload.worker.lane import InFlight, Index, Lane
+from vllm_ctx_offload.worker.lane import Index, InFlight, Lane
 from vllm_ctx_offload.worker.paths import Path
 from vllm_ctx_offload.worker.transfer import JobResult
 
 NUM_BLOCKS = 10
-NUM_ROWS = 8
+NUM_ROWS = 12
 
 
 class WrongBytesError(AssertionError):
@@ -75,12 +75,14 @@ class Traffic:
             self._draw_paths()
         if checked:
             self.gpu.checker.watch(self.pool, *self.caches)
-            for lane in (self.transfer._stores, self.transfer._loads):
-                self._watch(lane)
+            for each in (self.transfer._stores, self.transfer._loads):
+                self._watch(each)
         self.num_jobs = 0
         self.next_value = 0
         self.blocks = [0] * NUM_BLOCKS  # the value that compute finds in a block
-        self.ready: dict[int, int] = {}  # row -> value, of ended stores
+        self.ready = {0: 251, 2: 252, 4: 253}  # row -> value, of ended stores
+        for row, value in self.ready.items():
+            self.pool[row] = value
         self.stores: dict[int, tuple[TransferJob, list[int]]] = {}
         self.loads: dict[int, tuple[TransferJob, list[int]]] = {}
         self.outputs: list[tuple[torch.Tensor, int]] = []
@@ -119,8 +121,8 @@ class Traffic:
     def _advance(self, num_steps: int) -> None:
         """Lets launching threads and the device go on, by turns."""
         for _ in range(max(num_steps // 3, 1)):
-            self.rng.choice(self.launchers).run(self.rng.randrange(2))
-            self.gpu.advance(3)
+            self.rng.choice(self.launchers).run(self.rng.randrange(3))
+            self.gpu.advance(self.rng.randrange(9))
 
     def play(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -143,8 +145,8 @@ class Traffic:
         """Forward passes and jobs as a plan orders them; some loads come after it."""
         writable = [b for b in range(NUM_BLOCKS) if b not in self._targets()]
         self.rng.shuffle(writable)
-        late, to_load, written = writable[:1], writable[1:3], writable[3:6]
-        read = writable[5:8]
+        late, to_load, written = writable[:1], writable[1:3], writable[3:5]
+        read = writable[5:7]
         with self.gpu:
             self._advance(self.rng.randrange(12))
             results = self.transfer.poll()
@@ -195,6 +197,8 @@ class Traffic:
             self.transfer.submit(job, to_host=True)
 
     def _load(self, blocks: list[int]) -> None:
+        if len(self.loads) == 2:  # or blocks to write run out
+            return
         rows = self.rng.sample(sorted(self.ready), min(len(self.ready), len(blocks)))
         pairs = list(zip(blocks, rows, strict=False))
         if pairs:

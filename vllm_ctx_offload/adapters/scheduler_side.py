@@ -99,7 +99,10 @@ class SchedulerSide:
         )
 
     def on_allocated(
-        self, request: Any, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         def take() -> bool:
             self.planner.on_allocated(request, block_ids, num_external_tokens)
@@ -130,7 +133,7 @@ class SchedulerSide:
         )
 
     def on_finished(
-        self, request: Any, block_ids: Sequence[int]
+        self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
         return self._attempt(
             "request_finished",
@@ -174,6 +177,7 @@ def _policy(config: OffloadConfig, plan: OffloadPlan) -> PolicyConfig:
         accounts=account_terms(config, plan.num_slots, plan.bytes_per_chunk),
         max_protected=config.max_protected.resolve(plan.num_slots),
         tokens_per_chunk=plan.tokens_per_chunk,
+        keys_per_chunk=len(plan.groups),
         plain_lru=config.eviction_policy == "lru",
     )
 

@@ -7,13 +7,13 @@ and `v1/kv_cache_interface.py`; what differs between releases is handled here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import vllm
 from packaging.version import Version
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -27,10 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from vllm_ctx_offload.adapters.kv_groups import check_groups, model_shape
 from vllm_ctx_offload.adapters.metrics import (
     MetricClasses,
     PrometheusMetrics,
@@ -38,7 +39,6 @@ from vllm_ctx_offload.adapters.metrics import (
 )
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
-from vllm_ctx_offload.plan import ModelShape
 from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
@@ -55,6 +55,7 @@ __all__ = [
     "KVConnectorOutput",
     "KVConnectorRole",
     "KVConnectorStats",
+    "KVConnectorTransferResults",
     "Request",
     "SchedulerOutput",
     "SupportsHMA",
@@ -80,6 +81,10 @@ except ImportError:
 else:
     HIT_SOURCE = CacheHitSource.HOST
 
+# Newer releases only: what a worker reports at the end of a step.
+KVConnectorTransferResults: Any = getattr(
+    kv_connector_base, "KVConnectorTransferResults", None
+)
 SUPPORTED: Final = (Version("0.27.1"), Version("0.34.dev0"))
 
 
@@ -205,62 +210,11 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 f"CtxOffloadConnector: {name} = {size} is not supported yet; use "
                 "tensor or data parallelism, or serve without the connector."
             )
-    _check_groups(kv_cache_config)
-
-
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted(
-        {type(spec).__name__ for group in groups for spec in _layer_specs(group)}
+    check_groups(
+        kv_cache_config,
+        version=vllm.__version__,
+        recomputes=KVConnectorTransferResults is not None,
     )
-    full = all(
-        isinstance(spec, FullAttentionSpec)
-        for group in groups
-        for spec in _layer_specs(group)
-    )
-    if len(groups) != 1 or not full:
-        raise ConfigError(
-            f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
-            f"{', '.join(kinds)}, but only one group of full attention or MLA is "
-            "supported yet; try --disable-hybrid-kv-cache-manager, which makes one "
-            "group of sliding-window models, or serve without the connector."
-        )
-
-
-def _layer_specs(group: Any) -> Iterator[Any]:
-    """Yields the specs of a group's layers, which may be wrapped in one."""
-    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if per_layer is None:
-        yield group.kv_cache_spec
-    else:
-        yield from per_layer.values()
-
-
-def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
-    """Returns the sizes that vLLM settled on for the model's KV cache."""
-    parallel = vllm_config.parallel_config
-    (group,) = kv_cache_config.kv_cache_groups
-    tokens_per_block = next(_layer_specs(group)).block_size
-    return ModelShape(
-        tokens_per_block=tokens_per_block,
-        # With a single group vLLM hashes whole blocks (`resolve_kv_cache_block_sizes`).
-        tokens_per_hash=tokens_per_block,
-        bytes_per_block=_bytes_per_block(kv_cache_config),
-        num_device_blocks=kv_cache_config.num_blocks,
-        num_workers=parallel.world_size,
-        num_engines=max(parallel.data_parallel_size_local, 1),
-    )
-
-
-def _bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
-    tensors: list[Any] = kv_cache_config.kv_cache_tensors
-    if hasattr(tensors[0], "layer_stride"):
-        # From 0.29 on, placements in one allocation: each names the size of the whole.
-        return int(tensors[0].size // kv_cache_config.num_blocks)
-    # Before, one tensor a layer; packed ones name the stride of all of them together.
-    packed = max(tensor.block_stride for tensor in tensors)
-    separate = sum(tensor.size for tensor in tensors if not tensor.block_stride)
-    return int(separate // kv_cache_config.num_blocks + packed)
 
 
 def runs_on_cuda(vllm_config: VllmConfig) -> bool:
@@ -305,7 +259,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
     """Translates what vLLM's scheduler decided for a step."""
     cached = output.scheduled_cached_reqs
     tables = [
-        TableUpdate(new.req_id, new.block_ids[0], new.num_computed_tokens, replace=True)
+        TableUpdate(new.req_id, new.block_ids, new.num_computed_tokens, replace=True)
         for new in output.scheduled_new_reqs
     ]
     for request_id, block_ids, num_computed in zip(
@@ -314,7 +268,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
         resumed = request_id in cached.resumed_req_ids
         if block_ids is not None:
             tables.append(
-                TableUpdate(request_id, block_ids[0], num_computed, replace=resumed)
+                TableUpdate(request_id, block_ids, num_computed, replace=resumed)
             )
     return StepEvents(
         num_scheduled_tokens=output.num_scheduled_tokens,

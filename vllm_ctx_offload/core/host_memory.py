@@ -137,10 +137,16 @@ class HostMemoryManager(OffloadingManager):
     # ---- stores
 
     def prepare_store(
-        self, keys: Sequence[bytes], req_context: ReqContext
+        self,
+        keys: Sequence[bytes],
+        req_context: ReqContext,
+        *,
+        holes: Collection[int] = (),
     ) -> StoreGrant:
         slots = self._find(keys)
         absent = [index for index, slot in enumerate(slots) if slot is None]
+        if holes:
+            absent = [index for index in absent if index not in holes]
         if self._doomed:
             absent = [index for index in absent if keys[index] not in self._doomed]
         use = self._policy.begin_use(req_context, self._clock())

@@ -63,10 +63,15 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(
-        self, keys: Sequence[bytes], req_context: ReqContext
+        self,
+        keys: Sequence[bytes],
+        req_context: ReqContext,
+        *,
+        holes: Collection[int] = (),
     ) -> StoreGrant:
         """Makes room for the absent ones of `keys`, a chain from its head.
 
+        `holes` are the places of keys that can't be stored now: none is granted.
         What finds no place is cut from the chain's tail. Counts as a use of the
         chain, whose own chunks are never evicted for it.
         """

@@ -23,6 +23,7 @@ class PolicyConfig(NamedTuple):
     accounts: Mapping[str, AccountTerms]  # by tenant; `default` among them
     max_protected: int  # chunks that priorities above the default may protect together
     tokens_per_chunk: int = 1  # hints are given in tokens
+    keys_per_chunk: int = 1  # in a chain, for the same tokens: one of each group
     plain_lru: bool = False  # ignore every hint and tenant
 
 
@@ -113,7 +114,9 @@ class RetentionPolicy:
     def _segments_for(self, req_context: ReqContext) -> tuple[Segment, ...]:
         segments = self._segments.get(req_context.request_id)
         if segments is None:
-            segments = segments_of(req_context, self._config.tokens_per_chunk)
+            segments = segments_of(
+                req_context, self._config.tokens_per_chunk, self._config.keys_per_chunk
+            )
             if segments != _PLAIN:
                 self._segments[req_context.request_id] = segments
         return segments
@@ -194,11 +197,8 @@ class RetentionPolicy:
     def end_use(self, use: Use) -> int:
         """Lists the use's runs; returns how many chunks lost a raised priority."""
         for run in use.runs:
-            if run.chunks:
-                self.table.enlist(run)
-                self.table.count_protected(run, len(run.chunks))
-            else:
-                self.table.forget_unlisted(run)
+            self.table.enlist(run)
+            self.table.count_protected(run, len(run.chunks))
         if use.session is not None:
             self.table.close(use.session)
         return self.table.enforce_budget(use.now)

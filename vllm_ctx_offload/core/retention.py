@@ -27,8 +27,12 @@ class Segment(NamedTuple):
 _PLAIN = (Segment(None, None),)
 
 
-def segments_of(req_context: ReqContext, tokens_per_chunk: int) -> tuple[Segment, ...]:
+def segments_of(
+    req_context: ReqContext, tokens_per_chunk: int, keys_per_chunk: int = 1
+) -> tuple[Segment, ...]:
     """Returns the wishes along a request's chain, without gaps, head first.
+
+    The chain has `keys_per_chunk` chunks, of as many groups, for the same tokens.
 
     Costs O(directives) up to sorting, however long the chain is. A directive says more
     than `priority` and `decode_priority`, so it replaces them where it applies; of
@@ -39,13 +43,16 @@ def segments_of(req_context: ReqContext, tokens_per_chunk: int) -> tuple[Segment
     prompt_end = None
     if hints.decode_priority is not None and req_context.num_prompt_tokens is not None:
         prompt_end = -(-req_context.num_prompt_tokens // tokens_per_chunk)
+        prompt_end *= keys_per_chunk
         cuts.add(prompt_end)
     elif hints.priority == DEFAULT_PRIORITY and not hints.retention_directives:
         return _PLAIN
     ranges = []
     for directive in hints.retention_directives:
-        first = directive.start // tokens_per_chunk
-        end = None if directive.end is None else -(-directive.end // tokens_per_chunk)
+        first = directive.start // tokens_per_chunk * keys_per_chunk
+        end = None
+        if directive.end is not None:
+            end = -(-directive.end // tokens_per_chunk) * keys_per_chunk
         ranges.append((first, end, Wish(directive.priority, directive.duration_s)))
         cuts.update((first,) if end is None else (first, end))
     return tuple(_merged(sorted(cuts), ranges, hints, prompt_end))

@@ -34,7 +34,11 @@ class ReuseFilter(OffloadingManager):
         self._counted: dict[str, tuple[bytes, ...]] = {}
 
     def prepare_store(
-        self, keys: Sequence[bytes], req_context: ReqContext
+        self,
+        keys: Sequence[bytes],
+        req_context: ReqContext,
+        *,
+        holes: Collection[int] = (),
     ) -> StoreGrant:
         self._count(keys, req_context.request_id)
         offers, threshold = self._offers, self._threshold
@@ -42,7 +46,7 @@ class ReuseFilter(OffloadingManager):
         # A chunk behind a gap could not be hit: the leading run is all that counts.
         while length < len(keys) and offers.get(keys[length], 0) >= threshold:
             length += 1
-        return self._inner.prepare_store(keys[:length], req_context)
+        return self._inner.prepare_store(keys[:length], req_context, holes=holes)
 
     def _count(self, keys: Sequence[bytes], request_id: str) -> None:
         offers = self._offers

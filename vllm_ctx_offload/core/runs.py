@@ -81,9 +81,6 @@ class RunTable:
     def forget(self, run: Run) -> None:
         """Takes out a listed run that holds no chunk any more."""
         self.delist(run)
-        self.forget_unlisted(run)
-
-    def forget_unlisted(self, run: Run) -> None:
         del self._runs[run.run_id]
         if run.session is not None:
             self.close(run.session)

@@ -9,6 +9,7 @@ from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler.jobs import JobKind, JobTable
 from vllm_ctx_offload.scheduler.request_state import (
+    NULL_BLOCK,
     Lease,
     LookupAnswer,
     RequestOffloadState,
@@ -59,37 +60,91 @@ class LoadPlanner:
         if reason := _skip_reason(state):
             state.answer = LookupAnswer(lookup_tokens, 0, reason)
             return 0, False
-        first, keys = self._loadable_chain(state, num_local_tokens)
-        found = self._manager.lookup(keys[first:], state.req_context)
-        if found.pending and self._may_wait(state, now):
+        keys = self._loadable_chain(state, num_local_tokens)
+        end, pending = self._hit_boundary(state, keys, num_local_tokens)
+        if pending and self._may_wait(state, now):
             return None, False
         if state.wait_began is not None and state.waited_s is None:
             state.waited_s = now - state.wait_began
+        hit_tokens = max(end - num_local_tokens, 0)
+        if hit_tokens:
+            self._take_lease(state, keys, num_local_tokens, end)
         self._manager.touch(keys, state.req_context)
-        hit_tokens = 0
-        if found.num_ready:
-            end = (first + found.num_ready) * self._plan.tokens_per_chunk
-            hit_tokens = end - num_local_tokens
-            leased = tuple(keys[first : first + found.num_ready])
-            slots = self._manager.prepare_load(leased, state.req_context)
-            state.lease = Lease(leased, slots, first, num_local_tokens)
         state.answer = LookupAnswer(lookup_tokens, hit_tokens, None)
         return hit_tokens, hit_tokens > 0
 
     def _loadable_chain(
         self, state: RequestOffloadState, num_local_tokens: int
-    ) -> tuple[int, list[bytes]]:
-        """Returns (first chunk to load, keys of all chunks up to the last one).
+    ) -> list[bytes]:
+        """Returns the keys of all chunks up to the last one that may be loaded.
 
-        The last token is never loaded: the model needs one to compute. The first
-        chunk may begin before the end of the local hit.
+        The last token is never loaded: the model needs one to compute.
         """
         plan = self._plan
         end = state.request.num_tokens - 1
         if (cap := state.req_context.hints.max_load_tokens) is not None:
             end = min(end, num_local_tokens + cap)
-        keys = state.chain(end // plan.tokens_per_chunk, plan.hashes_per_chunk)
-        return num_local_tokens // plan.tokens_per_chunk, keys
+        return state.chain(end // plan.tokens_per_chunk, plan.hashes_per_chunk)
+
+    def _hit_boundary(
+        self, state: RequestOffloadState, keys: Sequence[bytes], num_local_tokens: int
+    ) -> tuple[int, bool]:
+        """Returns the tokens up to which every group can go on, and if one is coming.
+
+        Groups that look at everything need all chunks past the local hit, others only
+        those they still look at from the boundary. A chunk that is missing moves the
+        boundary before it, and so what the others need.
+        """
+        plan, num_groups = self._plan, len(self._plan.groups)
+        boundary, pending = len(keys) // num_groups, False
+        settled = 0  # groups in a row that agree
+        group = 0
+        while settled < num_groups and boundary:
+            first = self._first_chunk(group, boundary, num_local_tokens)
+            needed = keys[group::num_groups][first:boundary]
+            found = self._manager.lookup(needed, state.req_context)
+            if found.num_ready < len(needed):
+                boundary, pending = first + found.num_ready, found.pending
+                settled = 0  # this group too: from there it looks back further
+            else:
+                settled += 1
+            group = (group + 1) % num_groups
+        return boundary * plan.tokens_per_chunk, pending
+
+    def _first_chunk(self, group: int, boundary: int, num_local_tokens: int) -> int:
+        """Returns the first chunk that a group needs to go on from a boundary.
+
+        It may begin before the end of the local hit.
+        """
+        per_chunk = self._plan.tokens_per_chunk
+        shape = self._plan.groups[group]
+        first = max(shape.first_needed(boundary * per_chunk), num_local_tokens)
+        return min(first // per_chunk, boundary)
+
+    def _take_lease(
+        self,
+        state: RequestOffloadState,
+        keys: Sequence[bytes],
+        num_local_tokens: int,
+        end: int,
+    ) -> None:
+        num_groups = len(self._plan.groups)
+        boundary = end // self._plan.tokens_per_chunk
+        firsts = [
+            self._first_chunk(group, boundary, num_local_tokens)
+            for group in range(num_groups)
+        ]
+        places = tuple(
+            index * num_groups + group
+            for index in range(min(firsts), boundary)
+            for group, first in enumerate(firsts)
+            if index >= first
+        )
+        leased = tuple([keys[place] for place in places])
+        slots = self._manager.prepare_load(leased, state.req_context)
+        state.lease = Lease(
+            leased, slots, places, num_local_tokens, end - num_local_tokens
+        )
 
     def _may_wait(self, state: RequestOffloadState, now: float) -> bool:
         began = now if state.wait_began is None else state.wait_began
@@ -106,7 +161,7 @@ class LoadPlanner:
     def admit(
         self,
         state: RequestOffloadState,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> TransferJob | None:
         """Settles the last answer; returns the load to make, if there is one.
@@ -120,13 +175,21 @@ class LoadPlanner:
             return None
         lease, state.lease = state.lease, None
         state.move_to(Status.LOADING)
-        if lease is None:
-            # Should a release put a step, and so maybe a reset, between the answer and
-            # its admission: without rows the workers report the job as failed, and
-            # vLLM recomputes.
-            targets = promised_blocks(self._plan, block_ids, num_external_tokens)
-            return self._open(state, (), targets, ())
-        return self._load(state, lease, block_ids, num_external_tokens)
+        state.loading_tokens = num_external_tokens
+        if lease is not None and self._covers(lease, num_external_tokens):
+            return self._load(state, lease, block_ids, num_external_tokens)
+        # Should a release put a step, and so maybe a reset, between the answer and its
+        # admission, or take less than a window was found for: without rows the
+        # workers report the job as failed, and vLLM recomputes.
+        keys = () if lease is None else lease.keys
+        targets = promised_blocks(self._plan, block_ids, num_external_tokens)
+        return self._open(state, keys, targets, ())
+
+    def _covers(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether a lease holds all that is needed to go on after `num_tokens`."""
+        return num_tokens == lease.num_tokens or all(
+            shape.looks_at_all for shape in self._plan.groups
+        )
 
     def _count_answer(self, state: RequestOffloadState) -> None:
         """Counts the lookup that led to this admission; repeated ones never count."""
@@ -150,26 +213,34 @@ class LoadPlanner:
         self,
         state: RequestOffloadState,
         lease: Lease,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         num_tokens: int,
     ) -> TransferJob:
         """Plans the load of `num_tokens` past the local hit into the table's blocks.
 
         vLLM may take less than it was promised. Blocks of the local hit are never a
-        target, even where it ends inside a chunk.
+        target, even where it ends inside a chunk, nor holes of a table.
         """
         plan, per_chunk = self._plan, self._plan.blocks_per_chunk
+        first = lease.start_token // plan.tokens_per_block
         end = -(-(lease.start_token + num_tokens) // plan.tokens_per_block)
-        blocks = range(lease.start_token // plan.tokens_per_block, end)
-        num_chunks = blocks[-1] // per_chunk + 1 - lease.first_chunk
-        self._manager.complete_load(lease.keys[num_chunks:], state.req_context)
-        rows = tuple(
-            lease.slots[block // per_chunk - lease.first_chunk] * per_chunk
-            + block % per_chunk
-            for block in blocks
-        )
-        targets = [block_ids[block] for block in blocks]
-        return self._open(state, lease.keys[:num_chunks], targets, rows)
+        keys: list[bytes] = []
+        unused: list[bytes] = []
+        targets: list[int] = []
+        rows: list[int] = []
+        for key, slot, place in zip(lease.keys, lease.slots, lease.places, strict=True):
+            index, group = divmod(place, len(plan.groups))
+            start = index * per_chunk
+            if start >= end:
+                unused.append(key)
+                continue
+            keys.append(key)
+            for block in range(max(start, first), min(start + per_chunk, end)):
+                if (block_id := block_ids[group][block]) != NULL_BLOCK:
+                    targets.append(block_id)
+                    rows.append(slot * per_chunk + block - start)
+        self._manager.complete_load(unused, state.req_context)
+        return self._open(state, tuple(keys), targets, tuple(rows))
 
     def _open(
         self,
@@ -184,15 +255,20 @@ class LoadPlanner:
 
 
 def promised_blocks(
-    plan: OffloadPlan, block_ids: Sequence[int], num_tokens: int
+    plan: OffloadPlan, block_ids: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[int, ...]:
-    """Returns the blocks of a table that a load of `num_tokens` was promised for.
+    """Returns the blocks of the tables that a load of `num_tokens` was promised for.
 
-    They are its end: nothing is computed in the step that admits an asynchronous load.
-    The blocks before them are a local hit, which other requests may be reading.
+    They are their ends: nothing is computed in the step that admits an asynchronous
+    load. The blocks before them are a local hit, which other requests may be reading.
     """
     num_blocks = -(-num_tokens // plan.tokens_per_block)
-    return tuple(block_ids[-num_blocks:])
+    return tuple(
+        block_id
+        for table in block_ids
+        for block_id in table[-num_blocks:]
+        if block_id != NULL_BLOCK
+    )
 
 
 def _skip_reason(state: RequestOffloadState) -> str | None:

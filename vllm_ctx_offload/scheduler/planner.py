@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.manager import OffloadingManager
@@ -24,14 +24,12 @@ from vllm_ctx_offload.stats import OffloadStats
 
 __all__ = ["Planner", "StepEvents", "TableUpdate"]
 
-_GROUP: Final = 0  # the one KV cache group that is offloaded
-
 
 class TableUpdate(NamedTuple):
     """A change to the block table of a request that runs in this step."""
 
     request_id: str
-    block_ids: Sequence[int]
+    block_ids: Sequence[Sequence[int]]  # of each group
     num_computed_tokens: int
     replace: bool  # the new table, or blocks appended to the old one
 
@@ -93,8 +91,11 @@ class Planner:
         state = self._states.get(request.request_id)
         if state is None:
             req_context = self._make_context(request)
-            prefix = make_key_prefix(req_context.namespace, _GROUP)
-            state = RequestOffloadState(request, req_context, prefix)
+            prefixes = tuple(
+                make_key_prefix(req_context.namespace, group)
+                for group in range(len(self._plan.groups))
+            )
+            state = RequestOffloadState(request, req_context, prefixes)
             self._states[request.request_id] = state
             for hint in req_context.rejected:
                 self._stats.count("hints_rejected", hint.field, hint.reason)
@@ -115,7 +116,10 @@ class Planner:
         return self._loads.lookup(state, num_local_tokens, now)
 
     def on_allocated(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request: RequestView,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         """The request was admitted; `num_external_tokens` have to be loaded for it."""
         state = self.on_new_request(request)
@@ -141,9 +145,10 @@ class Planner:
         stores = []
         for request_id, num_tokens in events.num_scheduled_tokens.items():
             state = self._states.get(request_id)
-            if state is not None and (
-                job := self._stores.plan_store(state, num_tokens)
-            ):
+            if state is None:
+                continue
+            self._stores.forget_skipped(state)
+            if job := self._stores.plan_store(state, num_tokens):
                 stores.append(job)
         # Taken last: after an error above, `abandon` still has to report the loads.
         loads, self._new_loads = tuple(self._new_loads), []
@@ -156,8 +161,8 @@ class Planner:
             idle=not events.num_scheduled_tokens,
         )
 
-    def _update_table(self, update: TableUpdate) -> Iterable[int]:
-        """Returns the blocks that the step's forward pass may write for the first time.
+    def _update_table(self, update: TableUpdate) -> Iterator[int]:
+        """Yields the blocks that the step's forward pass may write for the first time.
 
         Full blocks of a hit are only read.
         """
@@ -167,10 +172,12 @@ class Planner:
         if (state := self._states.get(update.request_id)) is not None:
             state.move_to(Status.RUNNING)
             if update.replace:
-                state.block_ids = list(update.block_ids)
+                state.block_ids = [list(table) for table in update.block_ids]
             else:
-                state.block_ids.extend(update.block_ids)
-        return update.block_ids[first_new:]
+                for table, more in zip(state.block_ids, update.block_ids, strict=True):
+                    table.extend(more)
+        for blocks in update.block_ids:
+            yield from blocks[first_new:]
 
     # ---- results and ends
 
@@ -196,8 +203,7 @@ class Planner:
             state.move_to(Status.WAITING)
             state.load_failed = job.failed
             if not job.failed:
-                num_tokens = len(job.block_ids) * self._plan.tokens_per_block
-                state.loaded_tokens += num_tokens
+                state.loaded_tokens += state.loading_tokens
 
     def _count_bytes(self, name: str, job: Job) -> None:
         if not job.failed:
@@ -206,7 +212,7 @@ class Planner:
             self._stats.count(name, tenant, by=num_bytes * self._plan.num_workers)
 
     def on_finished(
-        self, request: RequestView, block_ids: Sequence[int]
+        self, request: RequestView, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
         """The request ended in whatever way; returns its receipt if it asked for one.
 
@@ -219,7 +225,7 @@ class Planner:
             return None
         self._loads.drop_lease(state)
         if state.status is Status.RUNNING:
-            state.block_ids = list(block_ids)
+            state.block_ids = [list(table) for table in block_ids]
             if job := self._stores.plan_store(state, 0):
                 self._new_late_stores.append(job)
             self._manager.touch(state.keys, state.req_context)

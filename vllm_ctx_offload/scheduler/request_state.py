@@ -9,7 +9,15 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from vllm_ctx_offload.context import ReqContext
 
-__all__ = ["Lease", "LookupAnswer", "RequestOffloadState", "RequestView", "Status"]
+__all__ = [
+    "NULL_BLOCK",
+    "Lease",
+    "LookupAnswer",
+    "RequestOffloadState",
+    "RequestView",
+    "Status",
+    "make_key_prefix",
+]
 
 
 class RequestView(Protocol):
@@ -61,8 +69,9 @@ class Lease(NamedTuple):
 
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]
-    first_chunk: int  # index of keys[0] in the request's chain
+    places: tuple[int, ...]  # of the keys in the request's chain
     start_token: int  # the local hit: loading begins here, maybe inside a chunk
+    num_tokens: int  # that were promised past it
 
 
 class LookupAnswer(NamedTuple):
@@ -79,17 +88,20 @@ class RequestOffloadState:
 
     request: RequestView
     req_context: ReqContext  # built once, when the request was first seen
-    key_prefix: bytes  # namespace and group, framed
+    key_prefixes: tuple[bytes, ...]  # of each group: namespace and group, framed
     status: Status = Status.WAITING
-    keys: list[bytes] = field(default_factory=list)  # chunk keys, head first
-    block_ids: list[int] = field(default_factory=list)  # the block table
-    num_offered: int = 0  # length of the chain when it was last offered for storing
+    # Head first; of one chunk of tokens the keys of all groups, in their order.
+    keys: list[bytes] = field(default_factory=list)
+    # The block table of each group; NULL_BLOCK where its layers need none any more.
+    block_ids: list[list[int]] = field(default_factory=list)
+    num_offered: int = 0  # chunks of tokens when the chain was last offered
     # Tokens whose KV in the current blocks must not be stored: it was computed before
     # a reset of the cache.
     store_barrier: bool = False
     lease: Lease | None = None
     answer: LookupAnswer | None = None
     load_job_id: int | None = None  # of the load that LOADING waits for
+    loading_tokens: int = 0  # that it brings
     load_failed: bool = False  # since it last had no blocks; it is computed then
     stepped_back: bool = False  # after that failure; see LoadPlanner.lookup
     wait_began: float | None = None  # for a chunk being stored, since it was admitted
@@ -118,7 +130,7 @@ class RequestOffloadState:
         """Returns the keys of the first chunks, as many of `num_chunks` as are hashed.
 
         The key of a chunk is the hash at its end: hashes are chained, so it stands for
-        everything before it too.
+        everything before it too. Chunk i of group g is at i * groups + g.
         """
         hashes = self.request.block_hashes
         num_chunks = min(num_chunks, len(hashes) // hashes_per_chunk)
@@ -126,14 +138,21 @@ class RequestOffloadState:
             # A streaming-input session replaced tokens that were hashed already.
             self.keys = []
             self.num_offered = 0
-        for index in range(len(self.keys), num_chunks):
-            end = (index + 1) * hashes_per_chunk - 1
-            self.keys.append(self.key_prefix + hashes[end])
-        return self.keys[:num_chunks]
+        prefixes = self.key_prefixes
+        for index in range(len(self.keys) // len(prefixes), num_chunks):
+            end_hash = hashes[(index + 1) * hashes_per_chunk - 1]
+            self.keys.extend([prefix + end_hash for prefix in prefixes])
+        return self.keys[: num_chunks * len(prefixes)]
 
     def _is_current(self, hashes: Sequence[bytes], hashes_per_chunk: int) -> bool:
-        end = len(self.keys) * hashes_per_chunk - 1
-        return end < len(hashes) and self.keys[-1] == self.key_prefix + hashes[end]
+        end = len(self.keys) // len(self.key_prefixes) * hashes_per_chunk - 1
+        if end >= len(hashes):
+            return False
+        return self.keys[-1] == self.key_prefixes[-1] + hashes[end]
+
+
+# vLLM's block 0 belongs to nobody; it stands where a table has a hole.
+NULL_BLOCK: Final = 0
 
 
 def make_key_prefix(namespace: bytes, group: int) -> bytes:

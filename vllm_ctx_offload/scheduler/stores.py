@@ -8,7 +8,7 @@ from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler.jobs import JobKind, JobTable
-from vllm_ctx_offload.scheduler.request_state import RequestOffloadState
+from vllm_ctx_offload.scheduler.request_state import NULL_BLOCK, RequestOffloadState
 from vllm_ctx_offload.stats import OffloadStats
 
 __all__ = ["StorePlanner"]
@@ -52,8 +52,10 @@ class StorePlanner:
         if num_chunks <= state.num_offered:
             return None
         keys = state.chain(num_chunks, plan.hashes_per_chunk)
-        if len(keys) <= state.num_offered:
+        num_chunks = len(keys) // len(plan.groups)
+        if num_chunks <= state.num_offered:
             return None  # complete, but not hashed yet
+        state.num_offered = num_chunks
         return self._offer(state, keys)
 
     def _num_storable(self, state: RequestOffloadState, num_new_tokens: int) -> int:
@@ -61,10 +63,10 @@ class StorePlanner:
         request = state.request
         # Beyond num_tokens are drafts and tokens that are not known yet.
         num_tokens = min(
-            request.num_computed_tokens + num_new_tokens,
-            request.num_tokens,
-            len(state.block_ids) * self._plan.tokens_per_block,
+            request.num_computed_tokens + num_new_tokens, request.num_tokens
         )
+        for block_ids in state.block_ids or ([],):
+            num_tokens = min(num_tokens, len(block_ids) * self._plan.tokens_per_block)
         if self._prompt_only:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         if (cap := state.req_context.hints.max_offload_tokens) is not None:
@@ -74,10 +76,10 @@ class StorePlanner:
     def _offer(
         self, state: RequestOffloadState, keys: list[bytes]
     ) -> TransferJob | None:
-        grant = self._manager.prepare_store(keys, state.req_context)
-        state.num_offered = len(keys)
+        holes = self._holes(state, len(keys))
+        grant = self._manager.prepare_store(keys, state.req_context, holes=holes)
         plan, per_chunk = self._plan, self._plan.blocks_per_chunk
-        state.rejected_tokens = grant.num_rejected * plan.tokens_per_chunk
+        state.rejected_tokens = self._num_tokens(grant.num_rejected)
         state.rejected_reason = grant.reason
         if grant.reason is not None:
             self._stats.count(
@@ -88,11 +90,12 @@ class StorePlanner:
             )
         if not grant.indices:
             return None
-        state.stored_tokens += len(grant.indices) * plan.tokens_per_chunk
-        block_ids = itertools.chain.from_iterable(
-            state.block_ids[index * per_chunk : (index + 1) * per_chunk]
-            for index in grant.indices
-        )
+        state.stored_tokens += self._num_tokens(len(grant.indices))
+        block_ids: list[int] = []
+        for place in grant.indices:
+            index, group = divmod(place, len(plan.groups))
+            table = state.block_ids[group]
+            block_ids.extend(table[index * per_chunk : (index + 1) * per_chunk])
         rows = itertools.chain.from_iterable(
             range(slot * per_chunk, (slot + 1) * per_chunk) for slot in grant.slots
         )
@@ -103,3 +106,37 @@ class StorePlanner:
             tuple(block_ids),
             tuple(rows),
         )
+
+    def _holes(self, state: RequestOffloadState, num_keys: int) -> frozenset[int]:
+        """Returns the places of chunks that are not whole on the device any more."""
+        num_groups, per_chunk = len(self._plan.groups), self._plan.blocks_per_chunk
+        return frozenset(
+            place
+            for group, shape in enumerate(self._plan.groups)
+            if not shape.looks_at_all
+            for place in range(group, num_keys, num_groups)
+            if NULL_BLOCK
+            in state.block_ids[group][
+                place // num_groups * per_chunk : (place // num_groups + 1) * per_chunk
+            ]
+        )
+
+    def _num_tokens(self, num_chunks: int) -> int:
+        """Returns what chunks of all groups together are worth in tokens."""
+        return num_chunks * self._plan.tokens_per_chunk // len(self._plan.groups)
+
+    def forget_skipped(self, state: RequestOffloadState) -> None:
+        """Follows vLLM, which frees what no layer of a group can attend to any more.
+
+        It tells nobody, so a table that was appended to would name blocks that belong
+        to others by now.
+        """
+        num_computed = state.request.num_computed_tokens
+        for shape, block_ids in zip(self._plan.groups, state.block_ids, strict=False):
+            num_skipped = (
+                shape.first_needed(num_computed) // self._plan.tokens_per_block
+            )
+            for index in range(min(num_skipped, len(block_ids)) - 1, -1, -1):
+                if block_ids[index] == NULL_BLOCK:
+                    break
+                block_ids[index] = NULL_BLOCK

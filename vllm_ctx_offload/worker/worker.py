@@ -13,7 +13,11 @@ from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.stats import OffloadStats
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
-from vllm_ctx_offload.worker.cuda_transfer import SCRATCH_BYTES, CudaTransfer, DeviceTerms
+from vllm_ctx_offload.worker.cuda_transfer import (
+    SCRATCH_BYTES,
+    CudaTransfer,
+    DeviceTerms,
+)
 from vllm_ctx_offload.worker.host_pool import HostPool
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
 from vllm_ctx_offload.worker.proof import prove_layout
@@ -31,8 +35,13 @@ class FinishedTransfers:
     """What ended since the last step."""
 
     loaded_requests: set[str] = field(default_factory=set)  # well or not
-    failed_block_ids: set[int] = field(default_factory=set)  # targets of failed loads
+    # Request id -> targets of its failed load.
+    failed_loads: dict[str, set[int]] = field(default_factory=dict)
     report: WorkerReport = field(default_factory=WorkerReport)
+
+    @property
+    def failed_block_ids(self) -> set[int]:
+        return set().union(*self.failed_loads.values())
 
 
 class OffloadWorker:
@@ -120,7 +129,8 @@ class OffloadWorker:
             if not result.to_host:
                 finished.loaded_requests.add(result.job.request_id)
                 if not result.ok:
-                    finished.failed_block_ids.update(result.job.block_ids)
+                    targets = set(result.job.block_ids)
+                    finished.failed_loads[result.job.request_id] = targets
         return finished
 
     def _count(self, result: JobResult) -> None:

@@ -1,0 +1,120 @@
+"""Several KV cache groups: two that slide over the prompt, one that looks at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine.conftest import CopyFaults, EngineShelf
+from engine.harness import Engine, assert_same_answer, random_prompt
+from engine.models import GEMMA3_WINDOW
+from engine.spec import BLOCK, EngineSpec
+
+# Several windows, computed in pieces of at most 512 tokens, and a partial block.
+PROMPT = random_prompt(11, 900)
+NUM_FULL = 900 // BLOCK * BLOCK
+WINDOW_BLOCKS = GEMMA3_WINDOW // BLOCK
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def spec(request: pytest.FixtureRequest, gemma3: Path) -> EngineSpec:
+    return EngineSpec.make(
+        gemma3,
+        num_blocks=331,
+        async_scheduling=request.param == "async",
+        # vLLM's own prefix cache keeps all windows, so that it can be compared with.
+        options={"prefix_cache_retention_interval": None},
+    )
+
+
+@pytest.fixture
+def engine(shelf: EngineShelf, spec: EngineSpec) -> Engine:
+    return shelf.get(spec)
+
+
+def test_there_are_three_groups_of_two_kinds(engine: Engine) -> None:
+    groups = engine.side.planner._plan.groups
+    windows = sorted(group.window or 0 for group in groups)
+    assert windows == [0, GEMMA3_WINDOW, GEMMA3_WINDOW]
+
+
+def test_loaded_blocks_of_every_group_hold_what_was_stored(engine: Engine) -> None:
+    cold, stored = engine.ask_and_read(PROMPT)
+    engine.forget_device()
+    host, loaded = engine.ask_and_read(PROMPT)
+
+    assert (cold.num_cached, host.num_cached) == (0, NUM_FULL)
+    assert host.num_loaded == NUM_FULL
+    per_group = [sum(group == g for g, _ in loaded) for group in range(3)]
+    assert sorted(per_group) == [WINDOW_BLOCKS, WINDOW_BLOCKS, NUM_FULL // BLOCK]
+    # Pieces of the cold prompt were longer than the window.
+    assert loaded == {place: stored[place] for place in loaded}
+    engine.assert_idle()
+
+
+def test_a_host_hit_answers_like_a_local_hit(engine: Engine) -> None:
+    cold = engine.ask(PROMPT, max_tokens=8)
+    local = engine.ask(PROMPT, max_tokens=8)
+    engine.forget_device()
+    host = engine.ask(PROMPT, max_tokens=8)
+
+    assert [r.num_cached for r in (cold, local, host)] == [0, NUM_FULL, NUM_FULL]
+    assert [r.num_loaded for r in (cold, local, host)] == [0, 0, NUM_FULL]
+    assert_same_answer(host, local)
+    assert_same_answer(host, cold)
+
+
+@pytest.mark.parametrize("num_shared", [40, 64, 200, 456, 700])
+def test_a_shared_prefix_hits_as_in_an_unlimited_device_cache(
+    engine: Engine, num_shared: int
+) -> None:
+    """Whatever vLLM's own prefix cache hits while all is still on the device."""
+    first = random_prompt(12, 800)
+    second = [*first[:num_shared], *random_prompt(13, 800 - num_shared)]
+    engine.ask(first)
+    local = engine.ask(second, ctx={"load": False})
+    engine.forget()
+    engine.ask(first)
+    engine.forget_device()
+    host = engine.ask(second)
+
+    assert (local.num_loaded, host.num_cached) == (0, host.num_loaded)
+    assert host.num_loaded == local.num_cached == num_shared // BLOCK * BLOCK
+    assert_same_answer(host, local)
+    engine.assert_idle()
+
+
+def test_a_failed_load_is_computed_and_stored_anew(
+    engine: Engine, faults: CopyFaults
+) -> None:
+    cold = engine.ask(PROMPT)
+    engine.forget_device()
+    faults.fail = lambda to_host: not to_host
+    failed = engine.ask(PROMPT)
+
+    assert faults.num_failed == 1
+    assert failed.num_cached == 0
+    assert_same_answer(failed, cold)
+
+    faults.fail = lambda to_host: False
+    engine.forget_device()
+    assert engine.ask(PROMPT).num_loaded == NUM_FULL
+    engine.assert_idle()
+
+
+def test_many_requests_under_pressure_answer_as_alone(engine: Engine) -> None:
+    prompts = [
+        [*PROMPT[: 100 + 90 * index], *random_prompt(20 + index, 90)]
+        for index in range(8)
+    ]
+    alone = []
+    for prompt in prompts:
+        engine.forget()
+        alone.append(engine.ask(prompt, max_tokens=40))
+    engine.forget()
+    for _ in range(3):
+        together = engine.run(*prompts, max_tokens=40)
+        for one, other in zip(together, alone, strict=True):
+            assert_same_answer(one, other)
+        engine.forget_device()
+    engine.assert_idle()

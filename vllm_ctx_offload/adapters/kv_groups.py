@@ -1,0 +1,126 @@
+"""What vLLM's description of a model's KV cache means for us.
+
+Its specs are told by the names of their classes, so that one file less imports vLLM
+and a class that a release lacks needs no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import GroupShape, ModelShape
+
+__all__ = ["check_groups", "model_shape"]
+
+# MLA is a kind of full attention.
+_SUPPORTED: Final = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+)
+# Kinds of full attention in name: their tables have holes in the middle, blocks that
+# belong to no token, or no KV at all.
+_UNSUPPORTED: Final = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
+
+
+def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> None:
+    """Refuses models whose KV cache can't be offloaded.
+
+    Args:
+        kv_cache_config: vLLM's.
+        version: of vLLM, for the message.
+        recomputes: whether it can recompute a failed load of several groups.
+
+    Raises:
+        ConfigError: with the reason and what to do instead.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    specs = [spec for group in groups for spec in _layer_specs(group)]
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    if not specs or not all(map(_is_supported, specs)):
+        raise ConfigError(
+            f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
+            f"{kinds}, but only full, sliding-window and chunked-local attention and "
+            "MLA are supported yet; serve it without the connector."
+        )
+    sizes = sorted({spec.block_size for spec in specs})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"CtxOffloadConnector: the model's KV cache groups have blocks of {sizes} "
+            "tokens, but only one block size is supported yet; try "
+            "--disable-hybrid-kv-cache-manager, or serve without the connector."
+        )
+    if len(groups) > 1 and not recomputes:
+        raise ConfigError(
+            f"CtxOffloadConnector: this model has {len(groups)} KV cache groups, and "
+            f"vLLM {version} can't recompute a failed load of more than one; "
+            "use a newer vLLM, or --disable-hybrid-kv-cache-manager."
+        )
+
+
+def _is_a(spec: Any, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(spec).__mro__)
+
+
+def _is_supported(spec: Any) -> bool:
+    return _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
+
+
+def _layer_specs(group: Any) -> Iterator[Any]:
+    """Yields the specs of a group's layers, which may be wrapped in one."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if per_layer is None:
+        yield group.kv_cache_spec
+    else:
+        yield from per_layer.values()
+
+
+def model_shape(vllm_config: Any, kv_cache_config: Any) -> ModelShape:
+    """Returns the sizes that vLLM settled on for the model's KV cache."""
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    tokens_per_block = next(_layer_specs(groups[0])).block_size
+    return ModelShape(
+        tokens_per_block=tokens_per_block,
+        # Of groups of one block size vLLM hashes whole blocks, unless it is told to
+        # hash less (`resolve_kv_cache_block_sizes`).
+        tokens_per_hash=(
+            getattr(vllm_config.cache_config, "prefix_match_unit", None)
+            or tokens_per_block
+        ),
+        bytes_per_block=_bytes_per_block(kv_cache_config),
+        num_device_blocks=kv_cache_config.num_blocks,
+        num_workers=parallel.world_size,
+        num_engines=max(parallel.data_parallel_size_local, 1),
+        groups=tuple(_group_shape(group) for group in groups),
+    )
+
+
+def _group_shape(group: Any) -> GroupShape:
+    """Returns how far back a group's layers look, the widest view of them."""
+    specs = list(_layer_specs(group))
+    if all(_is_a(spec, "SlidingWindowSpec") for spec in specs):
+        # Speculative decoding may keep some tokens more.
+        windows = [
+            spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+            for spec in specs
+        ]
+        return GroupShape(window=max(windows))
+    if all(_is_a(spec, "ChunkedLocalAttentionSpec") for spec in specs):
+        stretches = {spec.attention_chunk_size for spec in specs}
+        if len(stretches) == 1:
+            return GroupShape(stretch=stretches.pop())
+    return GroupShape()
+
+
+def _bytes_per_block(kv_cache_config: Any) -> int:
+    tensors: list[Any] = kv_cache_config.kv_cache_tensors
+    if hasattr(tensors[0], "layer_stride"):
+        # From 0.29 on, placements in one allocation: each names the size of the whole.
+        return int(tensors[0].size // kv_cache_config.num_blocks)
+    # Before, one tensor a layer; packed ones name the stride of all of them together.
+    packed = max(tensor.block_stride for tensor in tensors)
+    separate = sum(tensor.size for tensor in tensors if not tensor.block_stride)
+    return int(separate // kv_cache_config.num_blocks + packed)
