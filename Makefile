@@ -22,7 +22,7 @@ ARGS ?=
 say = @printf '==> %s\n'
 
 .PHONY: help setup test lint types imports spelling manifest docs test-fast \
-	test-engine coverage format demo soak bench dist clean
+	test-engine coverage format demo soak compat bench dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -88,6 +88,9 @@ soak: setup ## ten minutes of random load with failures (SOAK_SECONDS=...)
 	$(say) 'soak for $(SOAK_SECONDS) s'
 	@CTX_OFFLOAD_SOAK_SECONDS=$(SOAK_SECONDS) $(PY) -m pytest -m soak \
 		--timeout=$$(($(SOAK_SECONDS) + 900)) tests/engine/test_soak.py $(ARGS)
+
+compat: setup ## the tests against every supported release of vLLM
+	@$(PY) tools/compat.py $(ARGS)
 
 bench: setup ## the benchmarks
 	$(say) 'benchmarks'

@@ -51,7 +51,7 @@ class TestConfig:
 
     def test_faults_of_a_policy_file_name_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "policy.yaml"
-        path.write_text("tenants: {a: {wieght: 2, limit: -1}}\nmax_protected: 3\n")
+        path.write_text("tenants: {a: {weights: 2, limit: -1}}\nmax_protected: 3\n")
         _, faults = check_config({"policy_file": str(path)})
         assert len(faults) == 3
         assert all(fault.startswith(f"{path}: ") for fault in faults)
@@ -148,6 +148,21 @@ class TestCommand:
         assert "2048 chunks, 512.00 MiB" in printed
         assert "the whole pool" in printed
 
+    def test_every_group_keeps_a_chunk_of_each_token(
+        self, model: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        mixed = {**LLAMA, "layer_types": kinds, "sliding_window": 512}
+        (Path(model) / "config.json").write_text(json.dumps(mixed))
+        assert main(["doctor", "--json", "--model", model]) == 0
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        assert plan["num_groups"] == 2
+        assert plan["bytes_per_token"] == 2048
+        assert plan["bytes_per_chunk"] == 128 * 1024
+        assert plan["tokens_that_fit"] == 2 * GIB // 2048
+        assert main(["doctor", "--model", model]) == 0
+        assert "(attention, 4 layers in 2 groups)" in capsys.readouterr().out
+
     def test_engines_that_share_the_host_share_the_default(
         self, model: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -202,7 +217,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("more", "level", "code"),
         [
-            ({"sliding_window": 10}, "fault", 1),
+            ({"mamba_d_state": 16}, "fault", 1),
             ({"block_configs": [1]}, "warn", 0),
         ],
     )

@@ -173,3 +173,21 @@ def test_a_missing_torch_is_a_fault_only_beside_vllm(
     assert "torch can't be imported" in finding.text
     installed.clear()
     assert levels(doctor_machine.check_torch()) == []
+
+
+@pytest.mark.parametrize(
+    ("results", "num_groups", "found"),
+    [
+        (None, 2, [Level.FAULT]),
+        (None, 1, []),
+        (object(), 2, []),
+    ],
+)
+def test_several_groups_need_a_vllm_that_recomputes_them(
+    mocker: MockerFixture, results: object, num_groups: int, found: list[Level]
+) -> None:
+    adapter = SimpleNamespace(KVConnectorTransferResults=results)
+    mocker.patch.dict("sys.modules", {doctor_machine._ADAPTER: adapter})
+    findings = list(doctor_machine.check_groups(num_groups))
+    assert levels(findings) == found
+    assert not found or "can't recompute a failed load" in findings[0].text

@@ -15,6 +15,7 @@ from vllm_ctx_offload.cli.doctor_model import (
     read_model,
 )
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import GroupShape
 
 LLAMA = {
     "model_type": "llama",
@@ -93,24 +94,64 @@ def test_what_the_file_leaves_out_comes_from_the_models_class() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "kinds"),
+    ("more", "kind"),
     [
-        ({"sliding_window": 4096}, "sliding_attention"),
-        (
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "full_attention, sliding_attention",
-        ),
-        ({"attention_chunk_size": 8192}, "chunked_attention, full_attention"),
-        ({"mamba_d_state": 16}, "full_attention, recurrent state"),
-        ({"linear_num_key_heads": 16}, "full_attention, recurrent state"),
-        ({"is_encoder_decoder": True}, "cross_attention, full_attention"),
+        ({"mamba_d_state": 16}, "recurrent state"),
+        ({"linear_num_key_heads": 16}, "recurrent state"),
+        ({"is_encoder_decoder": True}, "cross-attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ],
 )
 def test_models_that_the_engine_refuses_are_refused(
-    more: dict[str, Any], kinds: str
+    more: dict[str, Any], kind: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"layers of {kinds}, but only one group"):
+    with pytest.raises(ConfigError, match=f"layers of {kind}, but only full, sliding"):
         kv_shape({**LLAMA, **more}, KvOptions())
+
+
+WINDOW = GroupShape(window=512)
+STRETCH = GroupShape(stretch=8192)
+FULL = GroupShape()
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "layers_per_group", "groups"),
+    [
+        ("ffff", 4, (FULL,)),
+        ("ssss", 4, (WINDOW,)),
+        ("sfsf", 2, (WINDOW, FULL)),
+        ("fsss", 1, (FULL, WINDOW, WINDOW, WINDOW)),
+        ("sssfsssf", 2, (WINDOW, WINDOW, WINDOW, FULL)),
+        ("sssfsssfs", 2, (WINDOW, WINDOW, WINDOW, WINDOW, FULL)),  # one padded
+        ("ffssfsfsf", 5, (FULL, WINDOW)),  # padded to the larger
+        ("cccf", 1, (STRETCH, STRETCH, STRETCH, FULL)),
+    ],
+)
+def test_layers_are_in_groups_of_one_kind_and_size(
+    layer_types: str, layers_per_group: int, groups: tuple[GroupShape, ...]
+) -> None:
+    names = {"f": "full_attention", "s": "sliding_attention", "c": "chunked_attention"}
+    model = {
+        **LLAMA,
+        "num_hidden_layers": len(layer_types),
+        "sliding_window": 512,
+        "attention_chunk_size": 8192,
+        "layer_types": [names[letter] for letter in layer_types],
+    }
+    shape = kv_shape(model, KvOptions())
+    assert (shape.layers_per_group, shape.groups) == (layers_per_group, groups)
+    per_layer = 2 * 2 * 64 * 2
+    assert shape.group_bytes_per_token == layers_per_group * per_layer
+    assert shape.bytes_per_token == len(groups) * layers_per_group * per_layer
+
+
+def test_a_window_without_kinds_is_that_of_all_layers_or_as_the_class_says() -> None:
+    pytest.importorskip("transformers")
+    mistral = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
+    assert kv_shape(mistral, KvOptions()).groups == (GroupShape(window=4096),)
+    gemma2 = {**LLAMA, "model_type": "gemma2", "sliding_window": 4096}
+    kinds = set(kv_shape(gemma2, KvOptions()).groups)
+    assert kinds == {GroupShape(window=4096), FULL}
 
 
 @pytest.mark.parametrize(
@@ -127,13 +168,13 @@ def test_a_window_that_is_not_used_is_none(more: dict[str, Any]) -> None:
 
 
 def test_without_the_hybrid_manager_windows_keep_all_their_kv() -> None:
-    mixed = {**LLAMA, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    assert bytes_per_token(mixed, hybrid_manager=False) == bytes_per_token(LLAMA)
-    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        bytes_per_token(mixed)
-    only = {**LLAMA, "sliding_window": 4096}
-    with pytest.raises(ConfigError, match="supported yet; serve without"):
-        bytes_per_token(only, hybrid_manager=False)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    mixed = {**LLAMA, "layer_types": kinds, "sliding_window": 512}
+    shape = kv_shape(mixed, KvOptions(hybrid_manager=False))
+    assert (shape.layers_per_group, shape.groups) == (4, (FULL,))
+    only = {**mixed, "layer_types": ["sliding_attention"] * 4}
+    shape = kv_shape(only, KvOptions(hybrid_manager=False))
+    assert shape.groups == (WINDOW,)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +183,9 @@ def test_without_the_hybrid_manager_windows_keep_all_their_kv() -> None:
         ({**LLAMA, "block_configs": [{}]}, "'block_configs'"),
         ({**MLA, "index_topk": 2048}, "'index_topk'"),
         ({**LLAMA, "v_head_dim": 32}, "'v_head_dim'"),
+        ({**LLAMA, "swa_head_dim": 32}, "'swa_head_dim'"),
+        ({**LLAMA, "attention_chunk_size": 8}, "'attention_chunk_size' but no"),
+        ({**LLAMA, "layer_types": ["sliding_attention"]}, "usable 'sliding_window'"),
         ({**LLAMA, "model_type": "minicpm3"}, "'model_type' = 'minicpm3'"),
         ({"num_attention_heads": 8}, "no usable 'num_hidden_layers'"),
         ({**LLAMA, "num_attention_heads": "8"}, "no usable"),

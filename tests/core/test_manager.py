@@ -92,6 +92,13 @@ def test_what_finds_no_place_is_cut_from_the_tail(manager: Checked) -> None:
     assert grant == StoreGrant(tuple(range(8)), tuple(range(8)), 3, "full")
 
 
+def test_holes_are_neither_granted_nor_rejected(manager: Checked) -> None:
+    grant = manager.prepare_store(CHAIN, EMPTY_CONTEXT, holes={1})
+    assert grant == StoreGrant((0, 2), (0, 1), 0)
+    manager.complete_store([CHAIN[0], CHAIN[2]], EMPTY_CONTEXT)
+    assert manager.prepare_store(CHAIN, EMPTY_CONTEXT, holes={0, 2}).indices == (1,)
+
+
 def test_loads_return_the_slots_that_the_store_was_given(manager: Checked) -> None:
     fill(manager, 3)
     grant = manager.prepare_store(CHAIN, EMPTY_CONTEXT)

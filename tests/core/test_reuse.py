@@ -134,8 +134,8 @@ class Recorder:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> str:
-            self.calls.append((name, *args))
+        def call(*args: Any, **named: Any) -> str:
+            self.calls.append((name, *args, *named.values()))
             return f"result of {name}"
 
         return call
@@ -167,9 +167,10 @@ def test_all_other_calls_pass_with_their_context(
 
 def test_a_store_passes_with_its_context() -> None:
     inner = Recorder()
-    result = ReuseFilter(inner, 1, 10).prepare_store(CHAIN, EMPTY_CONTEXT)
+    manager = ReuseFilter(inner, 1, 10)
+    result = manager.prepare_store(CHAIN, EMPTY_CONTEXT, holes={1})
     assert result == "result of prepare_store"
-    assert inner.calls == [("prepare_store", CHAIN, EMPTY_CONTEXT)]
+    assert inner.calls == [("prepare_store", CHAIN, EMPTY_CONTEXT, {1})]
 
 
 @settings(deadline=None)
@@ -197,5 +198,5 @@ def test_the_run_passed_on_is_what_enough_requests_offered(
         while due < len(keys) and len(seen[keys[due]]) >= threshold:
             due += 1
         manager.prepare_store(keys, request(name))
-        expected.append(("prepare_store", keys[:due], request(name)))
+        expected.append(("prepare_store", keys[:due], request(name), ()))
     assert inner.calls == expected

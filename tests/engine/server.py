@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ _READY: Final = "Application startup complete"
 # A metric's line: name, labels, value.
 _SAMPLE: Final = re.compile(r"(?P<name>[\w:]+)\{(?P<labels>.*)\} (?P<value>\S+)")
 OURS: Final = "vllm:ctx_offload_"
-_COMMON_LABELS: Final = ("engine", "model_name", "connector")
+COMMON_LABELS: Final = ("engine", "model_name", "connector")
 _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -129,8 +129,10 @@ class Server:
             kv_transfer_params={"ctx": {"receipt": True, **ctx}},
         )
 
-    def metrics(self, prefix: str = OURS) -> dict[tuple[str, ...], float]:
-        """Returns (name, own label values) -> value, of names with that prefix.
+    def metrics(
+        self, prefix: str = OURS, left_out: Collection[str] = COMMON_LABELS
+    ) -> dict[tuple[str, ...], float]:
+        """Returns (name, label values) -> value, of names with that prefix.
 
         The tenant is the first label, where there is one.
         """
@@ -144,7 +146,7 @@ class Server:
                 continue
             labels = dict(_LABEL.findall(match["labels"]))
             tenant = [labels.pop("tenant")] if "tenant" in labels else []
-            own = [v for k, v in labels.items() if k not in _COMMON_LABELS]
+            own = [v for k, v in labels.items() if k not in left_out]
             samples[(name, *tenant, *own)] = float(match["value"])
         return samples
 

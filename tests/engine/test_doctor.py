@@ -12,6 +12,7 @@ from engine.harness import Engine, manager_of
 from engine.spec import BLOCK, MLA_BLOCK, EngineSpec
 
 from vllm_ctx_offload.cli import main
+from vllm_ctx_offload.cli.doctor_model import KvOptions, kv_shape, read_model
 
 EXTRA = {
     "cpu_bytes_to_use": 20_000_001,
@@ -38,8 +39,9 @@ def doctors_plan(
 def assert_is_the_engines(plan: dict[str, Any], engine: Engine) -> None:
     resolved = engine.side.planner._plan
     assert plan["bytes_per_token_per_worker"] * resolved.tokens_per_block == (
-        resolved.bytes_per_block
+        resolved.bytes_per_block * len(resolved.groups)
     )
+    assert plan["num_groups"] == len(resolved.groups)
     for name in (
         "num_workers",
         "tokens_per_block",
@@ -71,7 +73,7 @@ def test_of_full_attention(
     spec = EngineSpec.make(llama, **EXTRA)
     engine = shelf.get(spec)
     plan = doctors_plan(capsys, spec, "--dtype", "float32", "--block-size", str(BLOCK))
-    assert plan["attention"] == "full attention"
+    assert plan["attention"] == "attention"
     assert plan["bytes_per_token"] == 3 * 2 * 2 * 32 * 4
     assert_is_the_engines(plan, engine)
 
@@ -85,3 +87,18 @@ def test_of_mla(
     assert plan["attention"] == "MLA"
     assert plan["bytes_per_token"] == 3 * (512 + 64) * 2
     assert_is_the_engines(plan, engine)
+
+
+def test_of_several_groups(
+    shelf: EngineShelf, gemma3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = EngineSpec.make(gemma3, num_blocks=331, **EXTRA)
+    engine = shelf.get(spec)
+    plan = doctors_plan(capsys, spec, "--dtype", "float32", "--block-size", str(BLOCK))
+    assert plan["num_groups"] == 3
+    assert plan["bytes_per_token"] == 6 * 2 * 2 * 32 * 4
+    assert_is_the_engines(plan, engine)
+    shape = kv_shape(read_model(gemma3), KvOptions(dtype="float32"))
+    assert sorted(shape.groups, key=repr) == sorted(
+        engine.side.planner._plan.groups, key=repr
+    )

@@ -60,15 +60,19 @@ class Traffic:
         deaf: str = "",
         path: Path | None = None,
         checked: bool = True,
+        num_layers: int = 2,
     ) -> None:
         self.rng = random.Random(seed)
         self.gpu = FakeCuda(seed, deaf=deaf, granule=4)
-        self.caches = [torch.zeros((NUM_BLOCKS, 4), dtype=torch.uint8) for _ in (0, 1)]
-        layout = derive_layout({"a": self.caches[0], "b": self.caches[1]}, NUM_BLOCKS)
+        self.caches = [
+            torch.zeros((NUM_BLOCKS, 4), dtype=torch.uint8) for _ in range(num_layers)
+        ]
+        named = {str(number): cache for number, cache in enumerate(self.caches)}
+        layout = derive_layout(named, NUM_BLOCKS)
         self.pool = torch.zeros((NUM_ROWS, layout.bytes_per_block), dtype=torch.uint8)
         self.launchers: list[LateLauncher] = []
         # A half of the scratch holds one block, so that jobs go in pieces.
-        terms = DeviceTerms(self.gpu, True, 2 * 8, path)
+        terms = DeviceTerms(self.gpu, True, 2 * layout.bytes_per_block, path)
         with mock.patch.object(cuda_transfer, "Lane", lane):
             self.transfer = kind(layout, self.pool, terms, self._launcher)
         if path is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
 from vllm_ctx_offload.cli.doctor_machine import (
+    check_groups,
     check_memlock,
     check_memory,
     check_numa,
@@ -154,6 +155,7 @@ def _plan(
             "others, so compare with the plan in vLLM's log, or give --block-size"
         )
         findings.append(Finding(Level.OK, "model", text))
+    findings += check_groups(len(model.groups))
     engines = Engines(block, args.tensor_parallel_size, args.data_parallel_size)
     plan, faults = make_plan(config, model, engines)
     findings += (Finding(Level.FAULT, "config", fault) for fault in faults)

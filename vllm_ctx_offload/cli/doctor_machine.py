@@ -22,6 +22,7 @@ from vllm_ctx_offload.memory import (
 )
 
 __all__ = [
+    "check_groups",
     "check_memlock",
     "check_memory",
     "check_numa",
@@ -118,6 +119,19 @@ def _check_import() -> Iterator[Finding]:
             f"vLLM can't be imported as the connector needs it "
             f"({type(error).__name__}: {reason}); install a supported version, or "
             "repair the environment so that 'python -c \"import vllm\"' works.",
+        )
+
+
+def check_groups(num_groups: int) -> Iterator[Finding]:
+    """Can this vLLM recompute a failed load of a model with so many groups?"""
+    adapter = sys.modules.get(_ADAPTER)
+    if num_groups > 1 and getattr(adapter, "KVConnectorTransferResults", True) is None:
+        yield Finding(
+            Level.FAULT,
+            "model",
+            f"the model has {num_groups} KV cache groups, and this vLLM can't recompute "
+            "a failed load of more than one; use a newer vLLM, or "
+            "--disable-hybrid-kv-cache-manager.",
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import GroupShape
 
 __all__ = ["KvOptions", "KvShape", "UnknownShapeError", "kv_shape", "read_model"]
 
@@ -24,8 +26,9 @@ _KV_HEADS: Final = (
 )
 _WIDTH: Final = ("hidden_size", "n_embd", "d_model")
 _TEXT: Final = ("text_config", "llm_config", "language_config")
-_FULL: Final = {"full_attention", "attention"}
-_LOCAL: Final = {"sliding_attention", "chunked_attention"}
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+_CHUNKED: Final = "chunked_attention"
 # Keys of state-space and linear-attention layers, whose caches are no blocks of tokens.
 _RECURRENT: Final = ("mamba_", "ssm_", "linear_num_", "linear_attn", "rwkv")
 _RECURRENT_KEYS: Final = ("hybrid_override_pattern", "layers_block_type", "state_size")
@@ -40,6 +43,8 @@ _SPECIAL_KEYS: Final = (
     "num_kv_shared_layers",
     "per_layer_config",
 )
+# Sizes that hold for some layers only.
+_SPECIAL_PREFIXES: Final = ("global_head", "num_global", "swa_")
 _SPECIAL_MODELS: Final = ("minicpm3",)
 _ELEMENT_BYTES: Final = {
     **dict.fromkeys(("float32", "float"), 4),
@@ -66,7 +71,19 @@ class KvShape(NamedTuple):
 
     kind: str
     num_layers: int
-    bytes_per_token: int  # all layers, on one worker
+    layer_bytes_per_token: int
+    # A block holds the tokens of one group; the last group of a kind may be padded.
+    layers_per_group: int
+    groups: tuple[GroupShape, ...]
+
+    @property
+    def group_bytes_per_token(self) -> int:
+        return self.layers_per_group * self.layer_bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one token in all groups, on one worker."""
+        return len(self.groups) * self.group_bytes_per_token
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -100,26 +117,28 @@ def kv_shape(model: Mapping[str, Any], options: KvOptions) -> KvShape:
         ConfigError: the connector refuses such a model.
         UnknownShapeError: the sizes can't be told from the configuration.
     """
-    text = dict(model)
-    if _number(text, _LAYERS) is None or _number(text, _HEADS) is None:
-        text = _with_class_defaults(text)
+    text = _completed(model)
     _refuse_special(text)
-    _refuse_groups(text, options.hybrid_manager)
     num_layers = _needed(text, _LAYERS)
-    element_bytes = _element_bytes(text, options)
+    layers_per_group, groups = _groups(text, num_layers, options.hybrid_manager)
+    kind, channels = _channels(text, options.tensor_parallel_size)
+    layer_bytes = channels * _element_bytes(text, options)
+    return KvShape(kind, num_layers, layer_bytes, layers_per_group, groups)
+
+
+def _channels(text: Mapping[str, Any], num_workers: int) -> tuple[str, int]:
+    """Returns (kind of attention, numbers that a layer keeps of a token)."""
     if text.get("kv_lora_rank") is not None:
-        channels = _needed(text, ("kv_lora_rank",))
-        channels += _needed(text, ("qk_rope_head_dim",))
-        return KvShape("MLA", num_layers, num_layers * channels * element_bytes)
+        rank = _needed(text, ("kv_lora_rank",))
+        return "MLA", rank + _needed(text, ("qk_rope_head_dim",))
     heads = _needed(text, _HEADS)
     # Where there are fewer heads than workers, each worker has one.
-    kv_heads = (_number(text, _KV_HEADS) or heads) // options.tensor_parallel_size
+    kv_heads = max((_number(text, _KV_HEADS) or heads) // num_workers, 1)
     head_dim = _number(text, ("head_dim", "hidden_size_per_head"))
     head_dim = head_dim or _needed(text, _WIDTH) // heads
     if text.get("v_head_dim") not in (None, head_dim):
         raise _unknown("'v_head_dim'")
-    channels = 2 * max(kv_heads, 1) * head_dim
-    return KvShape("full attention", num_layers, num_layers * channels * element_bytes)
+    return "attention", 2 * kv_heads * head_dim
 
 
 def _number(text: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
@@ -147,8 +166,12 @@ def _unknown(what: str) -> UnknownShapeError:
     )
 
 
-def _with_class_defaults(text: dict[str, Any]) -> dict[str, Any]:
+def _completed(model: Mapping[str, Any]) -> dict[str, Any]:
     """Adds what the file leaves out and the model's class in transformers knows."""
+    text = dict(model)
+    has_sizes = _number(text, _LAYERS) is not None and _number(text, _HEADS) is not None
+    if has_sizes and (text.get("layer_types") or not _is_local(text)):
+        return text
     try:
         transformers: Any = importlib.import_module("transformers")
         config_class = transformers.CONFIG_MAPPING[text.get("model_type")]
@@ -158,45 +181,67 @@ def _with_class_defaults(text: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **text}
 
 
+def _is_local(text: Mapping[str, Any]) -> bool:
+    """Tells whether some layers look back only so far."""
+    slides = text.get("sliding_window") and text.get("use_sliding_window", True)
+    return bool(slides or text.get("attention_chunk_size"))
+
+
 def _refuse_special(text: Mapping[str, Any]) -> None:
-    for key in _SPECIAL_KEYS:
-        if text.get(key):
+    for key, value in text.items():
+        if value and (key in _SPECIAL_KEYS or key.startswith(_SPECIAL_PREFIXES)):
             raise _unknown(f"'{key}'")
     if text.get("model_type") in _SPECIAL_MODELS:
         raise _unknown(f"'model_type' = '{text['model_type']}'")
 
 
-def _refuse_groups(text: Mapping[str, Any], hybrid_manager: bool) -> None:
-    """Refuses what `check_environment` will: all but one group of full attention."""
-    kinds = _layer_kinds(text)
-    if kinds <= _FULL:
-        return
-    local = kinds <= _FULL | _LOCAL
-    if local and kinds & _FULL and not hybrid_manager:
-        return  # then vLLM keeps the KV of all layers in full
-    fix = "serve without the connector."
-    if local and kinds & _FULL:
-        fix = "try --disable-hybrid-kv-cache-manager, or " + fix
-    raise ConfigError(
-        f"CtxOffloadConnector: this model has layers of {', '.join(sorted(kinds))}, "
-        f"but only one group of full attention or MLA is supported yet; {fix}"
-    )
+def _groups(
+    text: Mapping[str, Any], num_layers: int, hybrid_manager: bool
+) -> tuple[int, tuple[GroupShape, ...]]:
+    """Returns (layers in a group, the groups), as vLLM makes them.
+
+    Layers of a kind are cut into groups of as many layers as the rarest kind has. Where
+    the kinds are about as frequent, it is the most frequent one, and others are padded
+    (`_get_kv_cache_groups_uniform_page_size` in vLLM 0.32).
+    """
+    layers = _layer_kinds(text, num_layers)
+    refused = sorted(layers.keys() - {_FULL, _SLIDING, _CHUNKED})
+    if refused:
+        raise ConfigError(
+            f"CtxOffloadConnector: this model has layers of {', '.join(refused)}, but "
+            "only full, sliding-window and chunked-local attention and MLA are "
+            "supported yet; serve it without the connector."
+        )
+    if len(layers) > 1 and not hybrid_manager:
+        return num_layers, (GroupShape(),)  # then vLLM keeps the KV of all in full
+    fewest, most = min(layers.values()), max(layers.values())
+    size = most if most < 1.5 * fewest else fewest
+    groups = []
+    for kind, count in layers.items():
+        groups += [_group(kind, text)] * -(-count // size)
+    return size, tuple(groups)
 
 
-def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
-    kinds = set()
+def _layer_kinds(text: Mapping[str, Any], num_layers: int) -> Counter[str]:
+    """Returns how many layers are of which kind, in the order of the layers."""
     if text.get("is_encoder_decoder"):
-        kinds.add("cross_attention")
+        return Counter({"cross-attention": num_layers})
     if any(key in _RECURRENT_KEYS or key.startswith(_RECURRENT) for key in text):
-        kinds.add("recurrent state")
+        return Counter({"recurrent state": num_layers})
     types = text.get("layer_types")
     if isinstance(types, list) and types:
-        return kinds | {str(kind) for kind in types}
-    if text.get("sliding_window") and text.get("use_sliding_window", True):
-        return kinds | {"sliding_attention"}
+        return Counter(_FULL if kind == "attention" else str(kind) for kind in types)
     if text.get("attention_chunk_size"):
-        return kinds | {"chunked_attention", "full_attention"}
-    return kinds | {"full_attention"}
+        raise _unknown("'attention_chunk_size' but no 'layer_types'")
+    return Counter({_SLIDING if _is_local(text) else _FULL: num_layers})
+
+
+def _group(kind: str, text: Mapping[str, Any]) -> GroupShape:
+    if kind == _SLIDING:
+        return GroupShape(window=_needed(text, ("sliding_window",)))
+    if kind == _CHUNKED:
+        return GroupShape(stretch=_needed(text, ("attention_chunk_size",)))
+    return GroupShape()
 
 
 def _element_bytes(text: Mapping[str, Any], options: KvOptions) -> int:

@@ -152,10 +152,11 @@ def make_plan(
     model = ModelShape(
         tokens_per_block=engines.tokens_per_block,
         tokens_per_hash=engines.tokens_per_block,
-        bytes_per_block=shape.bytes_per_token * engines.tokens_per_block,
+        bytes_per_block=shape.group_bytes_per_token * engines.tokens_per_block,
         num_device_blocks=1,  # the plan does not depend on it
         num_workers=engines.num_workers,
         num_engines=engines.num_engines,
+        groups=shape.groups,
     )
     faults = []
     # One tenant at a time, because only the first fault of all would be said.
@@ -200,6 +201,7 @@ def plan_as_json(
     return {
         "attention": shape.kind,
         "num_layers": shape.num_layers,
+        "num_groups": len(plan.groups),
         "num_workers": plan.num_workers,
         "bytes_per_token_per_worker": shape.bytes_per_token,
         "bytes_per_token": shape.bytes_per_token * plan.num_workers,
@@ -208,7 +210,8 @@ def plan_as_json(
         "tokens_per_chunk": plan.tokens_per_chunk,
         "bytes_per_chunk": plan.bytes_per_chunk,
         "num_slots": plan.num_slots,
-        "tokens_that_fit": plan.num_slots * plan.tokens_per_chunk,
+        # Of each token there is a chunk in every group.
+        "tokens_that_fit": plan.num_slots * plan.tokens_per_chunk // len(plan.groups),
         "bytes_per_worker": plan.bytes_per_worker,
         "total_bytes": plan.total_bytes,
         "max_protected_chunks": config.max_protected.resolve(plan.num_slots),
@@ -231,6 +234,8 @@ def plan_as_text(plan: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of what `plan_as_json` returned."""
     workers = plan["num_workers"]
     layers = f"{plan['attention']}, {plan['num_layers']} layers"
+    if plan["num_groups"] > 1:
+        layers += f" in {plan['num_groups']} groups"
     yield f"Memory plan of one engine ({layers})"
     rows = [
         ("KV per token", _sized(plan["bytes_per_token"])),

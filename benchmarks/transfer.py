@@ -1,0 +1,361 @@
+"""How fast blocks move between cache and host pool, beside the limit of the machine.
+
+For pages (one layer of one block) of 4 KiB to 2 MiB and jobs of 1 to 4,096 blocks, in
+both directions and both at once: the backend of this device, one contiguous copy of as
+many bytes (the limit), a loop of a copy a page (naive), and on a GPU vLLM's
+`swap_blocks` where vLLM is installed. All in turn in one run, on the same threads or
+streams, so that what else the machine does hits all of them; a ratio is the median over
+rounds. Block ids are scattered and rows in runs of 64, as with a cache in use, or both
+are in runs, the best case.
+
+Also: what a submission costs the model's thread, with streams that do nothing where
+there is no GPU; and, on the CPU, what a decode step loses to a copy beside it.
+
+Needs torch alone (and numpy for the CPU backend); matplotlib for `--plot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+ROOT = FilePath(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch
+from transfer_rivals import Naive, NullCuda, Plain, Rival, swap_blocks_rival
+
+from vllm_ctx_offload.messages import TransferJob
+from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
+from vllm_ctx_offload.worker.cuda_transfer import (
+    SCRATCH_BYTES,
+    CudaTransfer,
+    DeviceTerms,
+)
+from vllm_ctx_offload.worker.host_pool import HostPool
+from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
+from vllm_ctx_offload.worker.paths import Path
+from vllm_ctx_offload.worker.transfer import Transfer
+
+KIB, MIB = 1024, 1024**2
+PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
+BLOCKS = (1, 8, 64, 512, 4096)
+DIRECTIONS = {"store": (True,), "load": (False,), "both": (True, False)}
+# The case that is checked, and its goals.
+PAGE, NUM_BLOCKS, MIN_RATIO = 64 * KIB, 512, 0.85
+MAX_SUBMIT_US, MAX_STEP_RATIO = 100.0, 1.10
+
+
+class Case(NamedTuple):
+    """What was measured; GB/s are medians, ratios are to the contiguous copy."""
+
+    page_bytes: int
+    num_blocks: int
+    ids: str
+    direction: str
+    gb_per_s: dict[str, float]
+    ratio: dict[str, float]
+
+
+class Ours:
+    """A backend as the worker drives it: submit, then poll."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    def run(self, job: TransferJob, directions: Sequence[bool]) -> None:
+        """Returns when the job is done in each direction."""
+        for to_host in directions:
+            self._transfer.submit(job, to_host=to_host)
+        num_open = len(directions)
+        while num_open:
+            results = self._transfer.poll(10.0)
+            assert all(result.ok for result in results)
+            num_open -= len(results)
+
+    def close(self) -> None:
+        self._transfer.close()
+
+
+def make_rivals(
+    layout: BlockLayout, pool: HostPool, device: str, paths: Sequence[Path | None]
+) -> dict[str, Rival]:
+    """Returns all that is compared, by name."""
+    if device == "cpu":
+        # The same thread does the same bytes another way.
+        plain, naive = Plain(layout, pool.rows), Naive(layout, pool.rows)
+        return {
+            "contiguous": Ours(CpuTransfer(layout, pool.rows, plain.copy)),
+            "ours": Ours(CpuTransfer(layout, pool.rows)),
+            "naive": Ours(CpuTransfer(layout, pool.rows, naive.copy)),
+        }
+    rivals: dict[str, Rival] = {"contiguous": Plain(layout, pool.rows)}
+    for path in paths:
+        terms = DeviceTerms(torch.cuda, pool.pinned, SCRATCH_BYTES, path)
+        name = f"ours, {path.value}" if path else "ours"
+        rivals[name] = Ours(CudaTransfer(layout, pool.rows, terms))
+    rivals["naive"] = Naive(layout, pool.rows)
+    if swap_blocks := swap_blocks_rival(layout, pool.rows):
+        rivals["swap_blocks"] = swap_blocks
+    return rivals
+
+
+def make_job(layout: BlockLayout, num_rows: int, count: int, ids: str) -> TransferJob:
+    """Returns a job of so many blocks; the same for the same arguments."""
+    rand = random.Random(count)
+    if ids == "runs":
+        return TransferJob(0, "", tuple(range(count)), tuple(range(count)))
+    blocks = rand.sample(range(layout.num_blocks), count)
+    slots = list(range(0, num_rows, 64))
+    rand.shuffle(slots)
+    rows = [row for slot in slots for row in range(slot, min(slot + 64, num_rows))]
+    return TransferJob(0, "", tuple(blocks), tuple(rows[:count]))
+
+
+def measure(
+    rivals: dict[str, Rival], job: TransferJob, num_bytes: int, directions: Any
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns GB/s and ratios: at least 5 rounds, more while they are short."""
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    began = time.perf_counter()
+    rounds = 0
+    while rounds < 6 or (time.perf_counter() - began < 0.2 and rounds < 40):
+        for name, rival in rivals.items():
+            start = time.perf_counter()
+            rival.run(job, directions)
+            # The first round is for warming up.
+            if rounds:
+                seconds[name].append(time.perf_counter() - start)
+        rounds += 1
+    total = num_bytes * len(directions) / 1e9
+    speed = {name: total / statistics.median(s) for name, s in seconds.items()}
+    limit = seconds["contiguous"]
+    ratio = {
+        name: statistics.median(a / b for a, b in zip(limit, own, strict=True))
+        for name, own in seconds.items()
+    }
+    return speed, ratio
+
+
+def sweep(args: argparse.Namespace, device: str) -> Iterator[Case]:
+    """Measures every case that fits, page size by page size."""
+    deadline = time.monotonic() + args.seconds
+    paths = [None, *Path] if args.path else [None]
+    for page in args.pages:
+        most = args.max_bytes // (page * args.layers)
+        counts = [count for count in args.blocks if count <= most]
+        if not counts:
+            continue
+        num_blocks = 2 * max(counts)
+        caches = {
+            str(layer): torch.zeros(num_blocks, page, dtype=torch.uint8, device=device)
+            for layer in range(args.layers)
+        }
+        layout = derive_layout(caches, num_blocks)
+        pool = HostPool(num_blocks, layout.bytes_per_block, device)
+        rivals = make_rivals(layout, pool, device, paths)
+        for count in counts:
+            for ids in ("scattered", "runs"):
+                job = make_job(layout, num_blocks, count, ids)
+                num_bytes = count * layout.bytes_per_block
+                for name, directions in DIRECTIONS.items():
+                    # What is checked is measured however late it is.
+                    if time.monotonic() > deadline and (page, count) != (
+                        PAGE,
+                        NUM_BLOCKS,
+                    ):
+                        continue
+                    found = measure(rivals, job, num_bytes, directions)
+                    yield Case(page, count, ids, name, *found)
+        for rival in rivals.values():
+            rival.close()
+        pool.close()
+
+
+def submission_us(device: str) -> dict[str, float]:
+    """Returns what a job of 2,000 blocks costs the model's thread, in microseconds."""
+    cuda: Any = torch.cuda if device == "cuda" else NullCuda()
+    caches = {
+        str(layer): torch.zeros(4096, 64, dtype=torch.uint8, device=device)
+        for layer in range(32)
+    }
+    layout = derive_layout(caches, 4096)
+    pool = HostPool(4096, layout.bytes_per_block, device)
+    transfer = CudaTransfer(
+        layout, pool.rows, DeviceTerms(cuda, pool.pinned, SCRATCH_BYTES)
+    )
+    job = make_job(layout, 4096, 2000, "scattered")
+    samples = []
+    for number in range(60):
+        start = time.perf_counter()
+        transfer.submit(job, to_host=bool(number % 2))
+        samples.append(1e6 * (time.perf_counter() - start))
+        while not transfer.poll(1.0):
+            pass
+    transfer.close()
+    pool.close()
+    samples = sorted(samples[10:])
+    return {
+        "median": statistics.median(samples),
+        "p90": samples[len(samples) * 9 // 10],
+    }
+
+
+def step_ratio(args: argparse.Namespace) -> dict[str, float]:
+    """Returns a decode step's time with copies under way over that without.
+
+    A step multiplies a batch of 8 with 16 matrices that no cache holds, on all cores
+    but one. With and without copies by turns.
+    """
+    layers, num_blocks = 4, 1024
+    caches = {
+        str(layer): torch.zeros(num_blocks, PAGE, dtype=torch.uint8)
+        for layer in range(layers)
+    }
+    layout = derive_layout(caches, num_blocks)
+    pool = HostPool(num_blocks, layout.bytes_per_block)
+    ours = Ours(CpuTransfer(layout, pool.rows))
+    job = make_job(layout, num_blocks, NUM_BLOCKS, "scattered")
+    weights = [torch.randn(2048, 2048) for _ in range(16)]
+    copying, over = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        while not over.is_set():
+            copying.wait()
+            ours.run(job, (True, False))
+
+    threading.Thread(target=copy, daemon=True).start()
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before - 1, 1))
+    medians: dict[bool, list[float]] = {False: [], True: []}
+    hidden = torch.randn(8, 2048)
+    for turn in range(2 * args.turns):
+        (copying.set if turn % 2 else copying.clear)()
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            for weight in weights:
+                hidden = torch.nn.functional.normalize(hidden @ weight)
+            times.append(time.perf_counter() - start)
+        medians[bool(turn % 2)].append(statistics.median(times[2:]))
+    torch.set_num_threads(before)
+    over.set()
+    copying.set()
+    pairs = zip(medians[True], medians[False], strict=True)
+    return {
+        "ratio": statistics.median(busy / idle for busy, idle in pairs),
+        "step_ms": 1e3 * statistics.median(medians[False]),
+    }
+
+
+def show(case: Case) -> None:
+    """Prints a case in one line."""
+    speeds = "  ".join(
+        f"{name} {speed:6.2f} ({case.ratio[name]:.2f})"
+        for name, speed in case.gb_per_s.items()
+    )
+    print(
+        f"{case.page_bytes // KIB:5} KiB x {case.num_blocks:4} {case.ids:9} "
+        f"{case.direction:5} {speeds}",
+        flush=True,
+    )
+
+
+def plot(cases: Sequence[Case], file: FilePath) -> None:
+    """Draws GB/s against page size at the largest jobs, a panel for each direction."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    figure, panels = pyplot.subplots(1, 3, sharey=True, figsize=(14, 4))
+    for panel, direction in zip(panels, DIRECTIONS, strict=True):
+        found = [c for c in cases if c.direction == direction and c.ids == "scattered"]
+        largest = {c.page_bytes: c for c in found}  # the last of a size is the largest
+        for name in {name: 0 for case in found for name in case.gb_per_s}:
+            points = [(page, c.gb_per_s[name]) for page, c in largest.items()]
+            panel.plot(*zip(*points, strict=True), marker="o", label=name)
+        panel.set(xscale="log", title=direction, xlabel="bytes of a page")
+    panels[0].set_ylabel("GB/s")
+    panels[0].legend()
+    figure.savefig(file)
+
+
+def goals(cases: Sequence[Case], result: dict[str, Any], device: str) -> Iterator[bool]:
+    """Prints each goal, and yields whether it was met."""
+    for case in cases:
+        if (case.page_bytes, case.num_blocks) == (PAGE, NUM_BLOCKS):
+            if case.direction != "both":
+                name = f"{case.direction} of {NUM_BLOCKS} x {PAGE // KIB} KiB"
+                ratio = case.ratio["ours"]
+                yield goal(f"{name}, {case.ids}", ratio, MIN_RATIO, ratio >= MIN_RATIO)
+        if device == "cuda" and case.direction != "both":
+            slower = case.ratio["naive"] / case.ratio["ours"]
+            if slower > 1.05:
+                yield goal(f"{case[:4]}: naive over ours", slower, 1.0, False)
+    submit = result["submission_us"]["median"]
+    yield goal("submission in us", submit, MAX_SUBMIT_US, submit <= MAX_SUBMIT_US)
+    if step := result.get("step"):
+        ratio = step["ratio"]
+        yield goal("decode step beside a copy", ratio, MAX_STEP_RATIO, ratio <= 1.10)
+
+
+def goal(name: str, value: float, limit: float, met: bool) -> bool:
+    """Prints one goal."""
+    print(f"{'ok  ' if met else 'MISS'} {name}: {value:.2f} ({limit})")
+    return met
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; defaults depend on the device."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--layers", type=int, help="4 on the CPU, 32 on a GPU")
+    parser.add_argument("--pages", type=int, nargs="+", default=PAGES, help="bytes")
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="a job")
+    parser.add_argument("--max-bytes", type=int, help="of a job")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of the sweep")
+    parser.add_argument("--turns", type=int, default=12, help="with a copy beside")
+    parser.add_argument("--path", action="store_true", help="each path on a GPU, too")
+    parser.add_argument("--json", type=FilePath, help="write settings and figures")
+    parser.add_argument("--plot", type=FilePath, help="draw them")
+    parser.add_argument("--check", action="store_true", help="exit with 1 at a miss")
+    args = parser.parse_args(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.layers = args.layers or (32 if args.device == "cuda" else 4)
+    args.max_bytes = args.max_bytes or (1024 if args.device == "cuda" else 256) * MIB
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns 1 if a goal was missed and --check given."""
+    args = parse(argv)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {args.layers} layers; GB/s (ratio)")
+    cases = []
+    for case in sweep(args, args.device):
+        cases.append(case)
+        show(case)
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    result |= {"layers": args.layers, "cases": [case._asdict() for case in cases]}
+    result["submission_us"] = submission_us(args.device)
+    if args.device == "cpu" and torch.get_num_threads() > 1:
+        result["step"] = step_ratio(args)
+    met = list(goals(cases, result, args.device))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if args.plot:
+        plot(cases, args.plot)
+    return int(args.check and not all(met))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What the transfers are compared with: the limit, the naive way, and vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vllm_ctx_offload.messages import TransferJob
+from vllm_ctx_offload.worker.kv_layout import BlockLayout
+
+__all__ = ["Naive", "NullCuda", "Plain", "Rival", "swap_blocks_rival"]
+
+
+class Rival(Protocol):
+    """A way to move the blocks of a job."""
+
+    def run(self, job: TransferJob, directions: Sequence[bool]) -> None:
+        """Returns when the job is done in each direction; True is to the host."""
+
+    def close(self) -> None: ...
+
+
+class _OnStreams:
+    """Runs `copy` on a stream for each direction; on the CPU `copy` alone is used."""
+
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._streams: dict[bool, Any] = {}
+        if layout.device.type == "cuda":
+            self._streams = {way: torch.cuda.Stream() for way in (True, False)}
+
+    def copy(
+        self,
+        layout: BlockLayout,
+        pool: torch.Tensor,
+        block_ids: Sequence[int],
+        rows: Sequence[int],
+        *,
+        to_host: bool,
+    ) -> None:
+        raise NotImplementedError
+
+    def run(self, job: TransferJob, directions: Sequence[bool]) -> None:
+        for to_host in directions:
+            with torch.cuda.stream(self._streams[to_host]):
+                self.copy(
+                    self._layout, self._pool, job.block_ids, job.rows, to_host=to_host
+                )
+        for to_host in directions:
+            self._streams[to_host].synchronize()
+
+    def close(self) -> None:
+        pass
+
+
+class Plain(_OnStreams):
+    """The limit: one contiguous copy of as many bytes, from and to like memory."""
+
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
+        super().__init__(layout, pool)
+        most = pool.numel() // 2
+        self._on_device = torch.zeros(most, dtype=torch.uint8, device=layout.device)
+        # Each direction has memory of its own, of the pool itself.
+        self._on_host = pool.view(-1)
+
+    def copy(
+        self,
+        layout: BlockLayout,
+        pool: torch.Tensor,
+        block_ids: Sequence[int],
+        rows: Sequence[int],
+        *,
+        to_host: bool,
+    ) -> None:
+        num_bytes = len(rows) * layout.bytes_per_block
+        on_device = self._on_device[:num_bytes]
+        on_host = self._on_host[-num_bytes:] if to_host else self._on_host[:num_bytes]
+        target, source = (on_host, on_device) if to_host else (on_device, on_host)
+        target.copy_(source, non_blocking=True)
+
+
+class Naive(_OnStreams):
+    """A copy for each block and layer."""
+
+    def copy(
+        self,
+        layout: BlockLayout,
+        pool: torch.Tensor,
+        block_ids: Sequence[int],
+        rows: Sequence[int],
+        *,
+        to_host: bool,
+    ) -> None:
+        for segment in layout.segments:
+            end = segment.offset + segment.num_bytes
+            host = pool[:, segment.offset : end].view(layout.word)
+            for block, row in zip(block_ids, rows, strict=True):
+                ends = (host[row], segment.view[block])
+                target, source = ends if to_host else ends[::-1]
+                target.copy_(source, non_blocking=True)
+
+
+class _SwapBlocks(_OnStreams):
+    """vLLM's kernel for this, with a pool for each layer, as it wants it."""
+
+    def __init__(
+        self, layout: BlockLayout, pool: torch.Tensor, swap: Callable[..., None]
+    ) -> None:
+        super().__init__(layout, pool)
+        self._swap = swap
+        flat, rows = pool.view(-1), pool.shape[0]
+        self._hosts = [
+            flat[s.offset * rows : (s.offset + s.num_bytes) * rows].view(rows, -1)
+            for s in layout.segments
+        ]
+
+    def copy(
+        self,
+        layout: BlockLayout,
+        pool: torch.Tensor,
+        block_ids: Sequence[int],
+        rows: Sequence[int],
+        *,
+        to_host: bool,
+    ) -> None:
+        ids = (block_ids, rows) if to_host else (rows, block_ids)
+        mapping = torch.tensor(list(zip(*ids, strict=True)), dtype=torch.int64)
+        for segment, host in zip(layout.segments, self._hosts, strict=True):
+            device = segment.view.view(torch.uint8)
+            ends = (device, host) if to_host else (host, device)
+            self._swap(*ends, segment.num_bytes, mapping)
+
+
+def swap_blocks_rival(layout: BlockLayout, pool: torch.Tensor) -> Rival | None:
+    """Returns vLLM's `swap_blocks` as a rival; None where there is none that works."""
+    try:
+        from vllm import _custom_ops
+
+        rival = _SwapBlocks(layout, pool, _custom_ops.swap_blocks)
+        rival.run(TransferJob(0, "", (0,), (0,)), (True, False))
+    except Exception as error:  # noqa: BLE001 - its arguments differ by release
+        print(f"no swap_blocks to compare with: {error!r}")
+        return None
+    return rival
+
+
+class NullCuda:
+    """Stands in for `torch.cuda` with streams and events that do nothing."""
+
+    class Event:
+        """Has always passed."""
+
+        def record(self, stream: object) -> None:
+            """Does nothing."""
+
+        def query(self) -> bool:
+            """Returns True."""
+            return True
+
+    class Stream:
+        """Has nothing to wait for."""
+
+        def __init__(self, priority: int = 0) -> None:
+            self.priority = priority
+
+        def wait_event(self, event: object) -> None:
+            """Does nothing."""
+
+        def synchronize(self) -> None:
+            """Does nothing."""
+
+    def __init__(self) -> None:
+        self._stream = self.Stream()
+
+    def set_device(self, device: object) -> None:
+        """Does nothing."""
+
+    def current_stream(self) -> Stream:
+        """Returns the one stream."""
+        return self._stream
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that does nothing."""
+        return contextlib.nullcontext()
