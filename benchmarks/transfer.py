@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 ROOT = FilePath(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import torch
-from transfer_rivals import Naive, NullCuda, Plain, Rival, swap_blocks_rival
+from transfer_beside import step_ratios, submission_us
+from transfer_rivals import Naive, Ours, Plain, Rival, make_job, swap_blocks_rival
 
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
@@ -43,7 +42,6 @@ from vllm_ctx_offload.worker.cuda_transfer import (
 from vllm_ctx_offload.worker.host_pool import HostPool
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
 from vllm_ctx_offload.worker.paths import Path
-from vllm_ctx_offload.worker.transfer import Transfer
 
 KIB, MIB = 1024, 1024**2
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
@@ -63,26 +61,6 @@ class Case(NamedTuple):
     direction: str
     gb_per_s: dict[str, float]
     ratio: dict[str, float]
-
-
-class Ours:
-    """A backend as the worker drives it: submit, then poll."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    def run(self, job: TransferJob, directions: Sequence[bool]) -> None:
-        """Returns when the job is done in each direction."""
-        for to_host in directions:
-            self._transfer.submit(job, to_host=to_host)
-        num_open = len(directions)
-        while num_open:
-            results = self._transfer.poll(10.0)
-            assert all(result.ok for result in results)
-            num_open -= len(results)
-
-    def close(self) -> None:
-        self._transfer.close()
 
 
 def make_rivals(
@@ -106,18 +84,6 @@ def make_rivals(
     if swap_blocks := swap_blocks_rival(layout, pool.rows):
         rivals["swap_blocks"] = swap_blocks
     return rivals
-
-
-def make_job(layout: BlockLayout, num_rows: int, count: int, ids: str) -> TransferJob:
-    """Returns a job of so many blocks; the same for the same arguments."""
-    rand = random.Random(count)
-    if ids == "runs":
-        return TransferJob(0, "", tuple(range(count)), tuple(range(count)))
-    blocks = rand.sample(range(layout.num_blocks), count)
-    slots = list(range(0, num_rows, 64))
-    rand.shuffle(slots)
-    rows = [row for slot in slots for row in range(slot, min(slot + 64, num_rows))]
-    return TransferJob(0, "", tuple(blocks), tuple(rows[:count]))
 
 
 def measure(
@@ -180,82 +146,6 @@ def sweep(args: argparse.Namespace, device: str) -> Iterator[Case]:
         pool.close()
 
 
-def submission_us(device: str) -> dict[str, float]:
-    """Returns what a job of 2,000 blocks costs the model's thread, in microseconds."""
-    cuda: Any = torch.cuda if device == "cuda" else NullCuda()
-    caches = {
-        str(layer): torch.zeros(4096, 64, dtype=torch.uint8, device=device)
-        for layer in range(32)
-    }
-    layout = derive_layout(caches, 4096)
-    pool = HostPool(4096, layout.bytes_per_block, device)
-    transfer = CudaTransfer(
-        layout, pool.rows, DeviceTerms(cuda, pool.pinned, SCRATCH_BYTES)
-    )
-    job = make_job(layout, 4096, 2000, "scattered")
-    samples = []
-    for number in range(60):
-        start = time.perf_counter()
-        transfer.submit(job, to_host=bool(number % 2))
-        samples.append(1e6 * (time.perf_counter() - start))
-        while not transfer.poll(1.0):
-            pass
-    transfer.close()
-    pool.close()
-    samples = sorted(samples[10:])
-    return {
-        "median": statistics.median(samples),
-        "p90": samples[len(samples) * 9 // 10],
-    }
-
-
-def step_ratio(args: argparse.Namespace) -> dict[str, float]:
-    """Returns a decode step's time with copies under way over that without.
-
-    A step multiplies a batch of 8 with 16 matrices that no cache holds, on all cores
-    but one. With and without copies by turns.
-    """
-    layers, num_blocks = 4, 1024
-    caches = {
-        str(layer): torch.zeros(num_blocks, PAGE, dtype=torch.uint8)
-        for layer in range(layers)
-    }
-    layout = derive_layout(caches, num_blocks)
-    pool = HostPool(num_blocks, layout.bytes_per_block)
-    ours = Ours(CpuTransfer(layout, pool.rows))
-    job = make_job(layout, num_blocks, NUM_BLOCKS, "scattered")
-    weights = [torch.randn(2048, 2048) for _ in range(16)]
-    copying, over = threading.Event(), threading.Event()
-
-    def copy() -> None:
-        while not over.is_set():
-            copying.wait()
-            ours.run(job, (True, False))
-
-    threading.Thread(target=copy, daemon=True).start()
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before - 1, 1))
-    medians: dict[bool, list[float]] = {False: [], True: []}
-    hidden = torch.randn(8, 2048)
-    for turn in range(2 * args.turns):
-        (copying.set if turn % 2 else copying.clear)()
-        times = []
-        for _ in range(20):
-            start = time.perf_counter()
-            for weight in weights:
-                hidden = torch.nn.functional.normalize(hidden @ weight)
-            times.append(time.perf_counter() - start)
-        medians[bool(turn % 2)].append(statistics.median(times[2:]))
-    torch.set_num_threads(before)
-    over.set()
-    copying.set()
-    pairs = zip(medians[True], medians[False], strict=True)
-    return {
-        "ratio": statistics.median(busy / idle for busy, idle in pairs),
-        "step_ms": 1e3 * statistics.median(medians[False]),
-    }
-
-
 def show(case: Case) -> None:
     """Prints a case in one line."""
     speeds = "  ".join(
@@ -272,11 +162,11 @@ def show(case: Case) -> None:
 def plot(cases: Sequence[Case], file: FilePath) -> None:
     """Draws GB/s against page size at the largest jobs, a panel for each direction."""
     try:
-        from matplotlib import pyplot
+        from matplotlib import pyplot as plt
     except ImportError:
         print("no plot: matplotlib is not installed")
         return
-    figure, panels = pyplot.subplots(1, 3, sharey=True, figsize=(14, 4))
+    figure, panels = plt.subplots(1, 3, sharey=True, figsize=(14, 4))
     for panel, direction in zip(panels, DIRECTIONS, strict=True):
         found = [c for c in cases if c.direction == direction and c.ids == "scattered"]
         largest = {c.page_bytes: c for c in found}  # the last of a size is the largest
@@ -292,20 +182,23 @@ def plot(cases: Sequence[Case], file: FilePath) -> None:
 def goals(cases: Sequence[Case], result: dict[str, Any], device: str) -> Iterator[bool]:
     """Prints each goal, and yields whether it was met."""
     for case in cases:
-        if (case.page_bytes, case.num_blocks) == (PAGE, NUM_BLOCKS):
-            if case.direction != "both":
-                name = f"{case.direction} of {NUM_BLOCKS} x {PAGE // KIB} KiB"
-                ratio = case.ratio["ours"]
-                yield goal(f"{name}, {case.ids}", ratio, MIN_RATIO, ratio >= MIN_RATIO)
+        checked = (case.page_bytes, case.num_blocks) == (PAGE, NUM_BLOCKS)
+        if checked and case.direction != "both":
+            name = f"{case.direction} of {NUM_BLOCKS} x {PAGE // KIB} KiB"
+            ratio = case.ratio["ours"]
+            yield goal(f"{name}, {case.ids}", ratio, MIN_RATIO, ratio >= MIN_RATIO)
         if device == "cuda" and case.direction != "both":
             slower = case.ratio["naive"] / case.ratio["ours"]
             if slower > 1.05:
                 yield goal(f"{case[:4]}: naive over ours", slower, 1.0, False)
     submit = result["submission_us"]["median"]
     yield goal("submission in us", submit, MAX_SUBMIT_US, submit <= MAX_SUBMIT_US)
-    if step := result.get("step"):
-        ratio = step["ratio"]
-        yield goal("decode step beside a copy", ratio, MAX_STEP_RATIO, ratio <= 1.10)
+    if steps := result.get("steps"):
+        ratio = steps["cached"]["ratio"]
+        met = ratio <= MAX_STEP_RATIO
+        yield goal("step beside a copy, cached", ratio, MAX_STEP_RATIO, met)
+        # Two cores that both stream share one memory: a figure, not a goal.
+        print(f"     step beside a copy, streamed: {steps['streamed']['ratio']:.2f}")
 
 
 def goal(name: str, value: float, limit: float, met: bool) -> bool:
@@ -348,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result |= {"layers": args.layers, "cases": [case._asdict() for case in cases]}
     result["submission_us"] = submission_us(args.device)
     if args.device == "cpu" and torch.get_num_threads() > 1:
-        result["step"] = step_ratio(args)
+        result["steps"] = step_ratios(PAGE, NUM_BLOCKS, args.turns)
     met = list(goals(cases, result, args.device))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")

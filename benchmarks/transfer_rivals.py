@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,8 +11,17 @@ import torch
 
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
+from vllm_ctx_offload.worker.transfer import Transfer
 
-__all__ = ["Naive", "NullCuda", "Plain", "Rival", "swap_blocks_rival"]
+__all__ = [
+    "Naive",
+    "NullCuda",
+    "Ours",
+    "Plain",
+    "Rival",
+    "make_job",
+    "swap_blocks_rival",
+]
 
 
 class Rival(Protocol):
@@ -21,6 +31,38 @@ class Rival(Protocol):
         """Returns when the job is done in each direction; True is to the host."""
 
     def close(self) -> None: ...
+
+
+def make_job(layout: BlockLayout, num_rows: int, count: int, ids: str) -> TransferJob:
+    """Returns a job of so many blocks; the same for the same arguments."""
+    rand = random.Random(count)
+    if ids == "runs":
+        return TransferJob(0, "", tuple(range(count)), tuple(range(count)))
+    blocks = rand.sample(range(layout.num_blocks), count)
+    slots = list(range(0, num_rows, 64))
+    rand.shuffle(slots)
+    rows = [row for slot in slots for row in range(slot, min(slot + 64, num_rows))]
+    return TransferJob(0, "", tuple(blocks), tuple(rows[:count]))
+
+
+class Ours:
+    """A backend as the worker drives it: submit, then poll."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    def run(self, job: TransferJob, directions: Sequence[bool]) -> None:
+        """Returns when the job is done in each direction."""
+        for to_host in directions:
+            self._transfer.submit(job, to_host=to_host)
+        num_open = len(directions)
+        while num_open:
+            results = self._transfer.poll(10.0)
+            assert all(result.ok for result in results)
+            num_open -= len(results)
+
+    def close(self) -> None:
+        self._transfer.close()
 
 
 class _OnStreams:

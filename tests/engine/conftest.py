@@ -48,7 +48,10 @@ class EngineShelf:
         engine = self._engine
         if engine is None or engine.spec != spec or engine.broken:
             self.clear()
-            engine = self._engine = Engine(spec)
+            try:
+                engine = self._engine = Engine(spec)
+            except NotImplementedError as error:
+                pytest.skip(f"vLLM's CPU backend: {error}")  # MLA, in 0.27
         engine.forget()
         return engine
 

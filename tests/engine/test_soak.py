@@ -6,6 +6,7 @@ copies fail or take long. No token may be wrong, and nothing may be left at the 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -39,6 +40,16 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "blocks": {},
     "async": {"async_scheduling": True, "offload_prompt_only": False},
     "reuse_filter": {"store_threshold": 2, "max_tracker_size": 20},
+    "chunks_of_four": {"blocks_per_chunk": 4, "async_scheduling": True},
+    # Three groups: as many times the blocks, on the device and on the host.
+    "groups": {"num_blocks": 37, "cpu_bytes_to_use": "2304KiB"},
+    "groups_async": {
+        "num_blocks": 37,
+        "cpu_bytes_to_use": "2304KiB",
+        "async_scheduling": True,
+        "blocks_per_chunk": 2,
+        "offload_prompt_only": False,
+    },
 }
 
 
@@ -59,11 +70,19 @@ def _make_prompts() -> list[list[int]]:
 PROMPTS: Final = _make_prompts()
 
 
+Right = Callable[[Path], list[Result]]
+
+
 @pytest.fixture(scope="module")
-def right(shelf: EngineShelf, llama: Path) -> list[Result]:
-    """The answers of an engine with room for all and no connector."""
-    engine = shelf.get(EngineSpec.make(llama, num_blocks=131, transfer=None))
-    return engine.run(*PROMPTS, max_tokens=MAX_TOKENS)
+def right(shelf: EngineShelf) -> Right:
+    """Returns the answers of a model with room for all and no connector."""
+
+    @functools.cache
+    def answers(model: Path) -> list[Result]:
+        engine = shelf.get(EngineSpec.make(model, num_blocks=397, transfer=None))
+        return engine.run(*PROMPTS, max_tokens=MAX_TOKENS)
+
+    return answers
 
 
 class Accidents:
@@ -209,24 +228,24 @@ def _soak(engine: Engine, right: Sequence[Result], seed: int, seconds: float) ->
     return soak
 
 
-def _spec(llama: Path, variant: str) -> EngineSpec:
-    return EngineSpec.make(
-        llama,
-        num_blocks=DEVICE_BLOCKS,
-        cpu_bytes_to_use=POOL,
-        load_wait_ms=5,
-        tenants={"acme": {}, "zeta": {}},
-        **VARIANTS[variant],
-    )
+def _spec(model: Path, variant: str) -> EngineSpec:
+    settings: dict[str, Any] = {
+        "num_blocks": DEVICE_BLOCKS,
+        "cpu_bytes_to_use": POOL,
+        "load_wait_ms": 5,
+        "tenants": {"acme": {}, "zeta": {}},
+    }
+    return EngineSpec.make(model, **settings | VARIANTS[variant])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_2000_requests_end_right_and_leave_nothing(
-    shelf: EngineShelf, llama: Path, right: list[Result]
+    shelf: EngineShelf, llama: Path, right: Right
 ) -> None:
+    expected = right(llama)
     engine = shelf.get(_spec(llama, "chunks_of_two"))
-    soak = _soak(engine, right, seed=1, seconds=0)
+    soak = _soak(engine, expected, seed=1, seconds=0)
 
     assert soak.num_done + soak.num_aborted == NUM_REQUESTS
     assert soak.num_aborted
@@ -241,11 +260,13 @@ def test_2000_requests_end_right_and_leave_nothing(
 @pytest.mark.skipif(not SOAK_SECONDS, reason="CTX_OFFLOAD_SOAK_SECONDS is not set")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_soak(
-    shelf: EngineShelf, llama: Path, right: list[Result], variant: str
+    shelf: EngineShelf, llama: Path, gemma3: Path, right: Right, variant: str
 ) -> None:
-    engine = shelf.get(_spec(llama, variant))
+    model = gemma3 if variant.startswith("groups") else llama
+    expected = right(model)
+    engine = shelf.get(_spec(model, variant))
     seconds = SOAK_SECONDS / len(VARIANTS)
-    soak = _soak(engine, right, seed=time.time_ns() % 2**32, seconds=seconds)
+    soak = _soak(engine, expected, seed=time.time_ns() % 2**32, seconds=seconds)
 
     assert soak.num_done
     _assert_tables_are_empty(engine)

@@ -129,8 +129,8 @@ def check_groups(num_groups: int) -> Iterator[Finding]:
         yield Finding(
             Level.FAULT,
             "model",
-            f"the model has {num_groups} KV cache groups, and this vLLM can't recompute "
-            "a failed load of more than one; use a newer vLLM, or "
+            f"the model has {num_groups} KV cache groups, and this vLLM can't "
+            "recompute a failed load of more than one; use a newer vLLM, or "
             "--disable-hybrid-kv-cache-manager.",
         )
 
