@@ -17,6 +17,8 @@ ENGINE_TESTS := $(wildcard tests/engine/)
 # Branch coverage; pytest fails below the threshold in pyproject.toml.
 COV := --cov --cov-report=term-missing
 SOAK_SECONDS ?= 600
+# Needs no installed project: whatever Python has torch will do.
+GPU_PY ?= $(if $(wildcard $(PY)),$(PY),$(BOOT_PY))
 ARGS ?=
 
 say = @printf '==> %s\n'
@@ -69,6 +71,17 @@ test-fast: setup ## all tests but those that start an engine
 test-engine: setup ## the tests that start an engine
 	$(say) 'engine tests'
 	@$(PY) -m pytest -m engine $(ARGS)
+
+# Without the project's own settings: they want plugins of pytest that may not be there.
+gpu-check: ## GPU tests and benchmarks/transfer.py (GPU_PY: has torch, psutil, pytest)
+	$(say) 'tests that need a GPU'
+	@PYTHONPATH=.:tests $(GPU_PY) -m pytest -v -c /dev/null --rootdir=. \
+		-p no:cacheprovider --import-mode=importlib -W error::RuntimeWarning \
+		-o 'markers=gpu: needs an NVIDIA GPU' tests/worker/test_gpu.py $(ARGS)
+	$(say) 'transfers'
+	@mkdir -p build
+	@PYTHONPATH=. $(GPU_PY) benchmarks/transfer.py --path --seconds 150 \
+		--json build/transfer.json
 
 coverage: ## what the last test run covered, over the whole package
 	$(say) 'coverage of the whole package, as last measured'

@@ -22,17 +22,17 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = FilePath(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from transfer_beside import step_ratios, submission_us
 from transfer_rivals import Naive, Ours, Plain, Rival, make_job, swap_blocks_rival
 
 from vllm_ctx_offload.messages import TransferJob
+from vllm_ctx_offload.worker import paths
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.cuda_transfer import (
     SCRATCH_BYTES,
@@ -41,7 +41,6 @@ from vllm_ctx_offload.worker.cuda_transfer import (
 )
 from vllm_ctx_offload.worker.host_pool import HostPool
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
-from vllm_ctx_offload.worker.paths import Path
 
 KIB, MIB = 1024, 1024**2
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
@@ -64,7 +63,7 @@ class Case(NamedTuple):
 
 
 def make_rivals(
-    layout: BlockLayout, pool: HostPool, device: str, paths: Sequence[Path | None]
+    layout: BlockLayout, pool: HostPool, device: str, ways: Sequence[paths.Path | None]
 ) -> dict[str, Rival]:
     """Returns all that is compared, by name."""
     if device == "cpu":
@@ -76,7 +75,7 @@ def make_rivals(
             "naive": Ours(CpuTransfer(layout, pool.rows, naive.copy)),
         }
     rivals: dict[str, Rival] = {"contiguous": Plain(layout, pool.rows)}
-    for path in paths:
+    for path in ways:
         terms = DeviceTerms(torch.cuda, pool.pinned, SCRATCH_BYTES, path)
         name = f"ours, {path.value}" if path else "ours"
         rivals[name] = Ours(CudaTransfer(layout, pool.rows, terms))
@@ -114,7 +113,7 @@ def measure(
 def sweep(args: argparse.Namespace, device: str) -> Iterator[Case]:
     """Measures every case that fits, page size by page size."""
     deadline = time.monotonic() + args.seconds
-    paths = [None, *Path] if args.path else [None]
+    ways = [None, *paths.Path] if args.path else [None]
     for page in args.pages:
         most = args.max_bytes // (page * args.layers)
         counts = [count for count in args.blocks if count <= most]
@@ -127,7 +126,7 @@ def sweep(args: argparse.Namespace, device: str) -> Iterator[Case]:
         }
         layout = derive_layout(caches, num_blocks)
         pool = HostPool(num_blocks, layout.bytes_per_block, device)
-        rivals = make_rivals(layout, pool, device, paths)
+        rivals = make_rivals(layout, pool, device, ways)
         for count in counts:
             for ids in ("scattered", "runs"):
                 job = make_job(layout, num_blocks, count, ids)
@@ -159,7 +158,7 @@ def show(case: Case) -> None:
     )
 
 
-def plot(cases: Sequence[Case], file: FilePath) -> None:
+def plot(cases: Sequence[Case], file: Path) -> None:
     """Draws GB/s against page size at the largest jobs, a panel for each direction."""
     try:
         from matplotlib import pyplot as plt
@@ -218,8 +217,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=200.0, help="of the sweep")
     parser.add_argument("--turns", type=int, default=12, help="with a copy beside")
     parser.add_argument("--path", action="store_true", help="each path on a GPU, too")
-    parser.add_argument("--json", type=FilePath, help="write settings and figures")
-    parser.add_argument("--plot", type=FilePath, help="draw them")
+    parser.add_argument("--json", type=Path, help="write settings and figures")
+    parser.add_argument("--plot", type=Path, help="draw them")
     parser.add_argument("--check", action="store_true", help="exit with 1 at a miss")
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

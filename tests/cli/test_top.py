@@ -75,8 +75,8 @@ def page() -> Page:
     return page
 
 
-def shown(snapshot: Snapshot) -> str:
-    console = Console(width=150, file=io.StringIO())
+def shown(snapshot: Snapshot, width: int = 150) -> str:
+    console = Console(width=width, file=io.StringIO())
     console.print(draw(snapshot))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -123,12 +123,44 @@ def test_the_table_has_who_holds_most_first_and_rates_of_the_interval(
     lines = shown(Snapshot(parse_page(page.text()), before, 2.0)).splitlines()
     assert "pool 64.00 MiB, resident 48.00 MiB, pinned 1.00 MiB" in lines[0]
     assert "2 copies failed, disabled by an error in 1 engine(s)" in lines[0]
-    rows = [line.split("  ") for line in lines if line.startswith((" acme", " zeta"))]
-    zeta, acme = ([cell.strip() for cell in row if cell.strip()] for row in rows)
-    evicted = "zeta 9, acme 5, b 2, others 2"
-    assert zeta[:5] == ["zeta", "40.00 MiB", "16.00 MiB", "64.00 MiB", "30.9%"]
-    assert zeta[5:] == ["90.0%", evicted, "-", "3.00 MiB", "0 B"]
-    assert acme[4:] == ["25.0%", "-", "-", "full 3", "0 B", "0 B"]
+    zeta, acme = (line.split() for line in lines if line.startswith(("acme", "zeta")))
+    evicted = ["zeta", "9,", "acme", "5,", "b", "2,", "others", "2"]
+    assert zeta[:5] == ["zeta", "40.0M", "16.0M", "64.0M", "30.9%"]
+    assert zeta[5:] == ["90.0%", *evicted, "-", "3.00M", "0"]
+    assert acme[4:] == ["25.0%", "-", "-", "full", "3", "0", "0"]
+
+
+def test_the_table_fits_a_terminal_of_80_columns(page: Page) -> None:
+    before = parse_page(page.text())
+    for name in ("lookup_tokens", "hit_tokens"):
+        page.stats.count(name, "zeta", by=900)
+    page.stats.count("loaded_bytes", "zeta", by=123 * MIB)
+    page.stats.count("lookup_tokens", "zeta", by=1)
+    snapshot = Snapshot(parse_page(page.text()), before, 2.0)
+    lines = shown(snapshot, width=80).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for word in ("64.0M 60.5% 99.9%", "61.5M", "full 3", "store/s"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "0.98K"),
+        (1024**2, "1.00M"),
+        (9.996 * 1024**3, "10.0G"),
+        (99.96 * 1024**3, "100G"),
+        (999.4 * 1024**3, "999G"),
+        (1023 * 1024**3, "1.00T"),
+        (5e6 * 1024**5, "5000000P"),
+    ],
+)
+def test_sizes_have_three_digits(num_bytes: float, text: str) -> None:
+    assert top._size(num_bytes) == text
 
 
 def test_what_is_not_known_after_one_reading_is_a_dash_or_null(page: Page) -> None:
@@ -138,7 +170,7 @@ def test_what_is_not_known_after_one_reading_is_a_dash_or_null(page: Page) -> No
     assert acme["hit_rate"] == 0.25
     assert acme["hit_rate_now"] is acme["load_bytes_per_s"] is None
     assert json.loads(json.dumps(pool)) == pool
-    row = next(line for line in shown(snapshot).splitlines() if "acme  " in line)
+    row = next(line for line in shown(snapshot).splitlines() if line.startswith("acme"))
     assert row.split()[-2:] == ["-", "-"]
 
 

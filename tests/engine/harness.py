@@ -57,8 +57,12 @@ class Engine:
         self._stack.enter_context(engine_environment())
         from vllm import LLM
 
-        with allow_async_scheduling(spec.async_scheduling):
-            self.llm = LLM(**spec.arguments())
+        try:
+            with allow_async_scheduling(spec.async_scheduling):
+                self.llm = LLM(**spec.arguments())
+        except BaseException:
+            self._stack.close()
+            raise
         assert (self.core.batch_queue_size > 1) == spec.async_scheduling
         self._next_id = 0
         self.broken = False

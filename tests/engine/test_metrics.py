@@ -14,6 +14,8 @@ from engine.harness import random_prompt
 from engine.server import Server
 from engine.spec import BLOCK
 
+from vllm_ctx_offload.cli import main
+
 # 3 layers of K and V, 2 heads of 32 channels, in float32.
 CHUNK: Final = 3 * 2 * BLOCK * 2 * 32 * 4
 PROMPT: Final = 300  # tokens
@@ -202,7 +204,13 @@ def is_receipt(receipt: Mapping[str, Any]) -> bool:
 
 @pytest.mark.parametrize("path", ENTRY_POINTS)
 def test_an_entry_point_returns_the_receipt(server: Server, path: str) -> None:
-    answer = server.post(path, kv_transfer_params=CTX, **ENTRY_POINTS[path])
+    body = dict(ENTRY_POINTS[path])
+    answer = server.post(path, kv_transfer_params=CTX, **body)
+    if answer["kv_transfer_params"] is None and "sampling_params" in body:
+        # Older releases, such as 0.27, read them from here only.
+        extra_args = {"kv_transfer_params": CTX}
+        body["sampling_params"] = {**body["sampling_params"], "extra_args": extra_args}
+        answer = server.post(path, **body)
     assert is_receipt(answer["kv_transfer_params"]["ctx"])
 
 
@@ -217,3 +225,19 @@ def test_a_stream_returns_the_receipt_where_vllm_has_a_place_for_it(
         assert is_receipt(events[-1]["response"]["kv_transfer_params"]["ctx"])
     else:
         assert "rejected_reason" not in text
+
+
+def test_top_reads_the_same_page(
+    server: Server, after_script: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{server.port}"
+    assert main(["top", address, "--once", "--json", "--interval", "0"]) == 0
+    (pool,) = json.loads(capsys.readouterr().out)["pools"]
+    assert pool["capacity_bytes"] == POOL * CHUNK
+    metrics = server.metrics()
+    for tenant in ("quiet", "noisy", "default"):
+        figures = pool["tenants"][tenant]
+        for name in ("resident_bytes", "reserved_bytes", "limit_bytes"):
+            assert figures[name] == metrics[name, tenant]
+        assert figures["lookup_tokens"] == metrics["lookup_tokens_total", tenant]
+    assert pool["tenants"]["noisy"]["evicted_by"]["noisy"] > 0

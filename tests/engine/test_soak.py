@@ -35,17 +35,21 @@ MAX_GROWTH_BYTES: Final = 512 * 1024**2
 # A request that is not forgotten leaves dozens.
 MAX_GROWTH_OBJECTS: Final = 10_000
 
+# Three groups take as many times the blocks, on the device and on the host.
+GROUPS: Final[dict[str, Any]] = {
+    "num_blocks": 37,
+    "cpu_bytes_to_use": "2304KiB",
+    "options": {"max_model_len": 384, "max_num_batched_tokens": 128},
+}
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "chunks_of_two": {"blocks_per_chunk": 2, "offload_prompt_only": False},
     "blocks": {},
     "async": {"async_scheduling": True, "offload_prompt_only": False},
     "reuse_filter": {"store_threshold": 2, "max_tracker_size": 20},
     "chunks_of_four": {"blocks_per_chunk": 4, "async_scheduling": True},
-    # Three groups: as many times the blocks, on the device and on the host.
-    "groups": {"num_blocks": 37, "cpu_bytes_to_use": "2304KiB"},
+    "groups": GROUPS,
     "groups_async": {
-        "num_blocks": 37,
-        "cpu_bytes_to_use": "2304KiB",
+        **GROUPS,
         "async_scheduling": True,
         "blocks_per_chunk": 2,
         "offload_prompt_only": False,

@@ -17,6 +17,7 @@ from worker.fake_launcher import InlineLauncher
 from worker.happens_before import HazardError
 from worker.traffic import NUM_BLOCKS, Traffic, WrongBytesError, check
 
+from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer, DeviceTerms
 from vllm_ctx_offload.worker.kv_layout import derive_layout
@@ -373,6 +374,32 @@ def test_polling_waits_for_the_first_end_but_no_longer_than_it_may(
         (result,) = traffic.transfer.poll(5.0)
     assert result.ok
     assert now[0] < 0.01
+
+
+def test_a_device_that_is_lost_ends_no_launching_thread() -> None:
+    class Lost(Lane):
+        def _end(self, in_flight: InFlight) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    traffic = Traffic(0, lane=Lost)
+    with traffic.gpu:
+        traffic._store([1])
+        traffic._store([2])
+        traffic.transfer.fence([0, 1])
+        traffic.gpu.drain()
+        results = traffic.transfer.poll()
+    assert [result.ok for result in results] == [False, False]
+
+
+def test_a_device_without_room_for_the_scratch_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Lane, "_half", full)
+    with pytest.raises(ConfigError, match=r"64.00 MiB left.*gpu-memory-utilization"):
+        make(64, 128, pinned=False)
 
 
 def make(

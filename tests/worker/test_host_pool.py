@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import MemoryLimit
 from vllm_ctx_offload.worker import host_pool
 from vllm_ctx_offload.worker.host_pool import HostPool
+from vllm_ctx_offload.worker.numa import process_cores
 
 MIB = 1024**2
 
@@ -80,6 +82,57 @@ def test_a_pool_as_large_as_the_memory_left_is_accepted(
     HostPool(2, 4096).close()
     with pytest.raises(ConfigError):
         HostPool(2, 4097)
+
+
+def test_address_space_that_the_system_refuses_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_pool.mmap, "mmap", refuse)
+    with pytest.raises(ConfigError) as caught:
+        HostPool(4, MIB)
+    message = str(caught.value)
+    for part in ("cpu_bytes_to_use", "4.00 MiB", "Cannot allocate memory", "ulimit -v"):
+        assert part in message
+    assert message.endswith(".")
+    assert ". " not in message
+
+
+def test_memory_goes_back_although_a_view_is_kept() -> None:
+    pool = HostPool(256, MIB)
+    rows = pool.rows
+    rows.fill_(1)
+    full = psutil.Process().memory_info().rss
+    pool.close()
+    pool.close()
+    assert full - psutil.Process().memory_info().rss > 240 * MIB
+    assert not rows[0].any()
+
+
+def test_it_is_touched_in_pieces_from_the_cores_that_are_near(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores = {min(process_cores())} if process_cores() else set()
+    seen: list[set[int]] = []
+    monkeypatch.setattr(host_pool, "cores_near", lambda device: (7, cores))
+    monkeypatch.setattr(host_pool, "_TOUCH_PIECE_BYTES", 8192)
+    bind = os.sched_setaffinity
+
+    def note(thread: int, wanted: set[int]) -> None:
+        seen.append(wanted)
+        bind(thread, wanted)
+
+    monkeypatch.setattr(host_pool.os, "sched_setaffinity", note)
+    with caplog.at_level("INFO"):
+        pool = HostPool(25, 1000)
+    assert seen == [cores]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "on NUMA node 7: touched in" in line
+    assert "not pinned in" in line
+    assert os.sched_getaffinity(0) != set()
+    pool.close()
 
 
 class FakeCudart:
@@ -150,6 +203,7 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "CUDA error 2" in warning
     assert "ulimit -l" in warning
+    assert "with a memlock limit of" in warning
     assert not pool.rows.any()
     pool.close()
 

@@ -32,8 +32,9 @@ __all__ = ["Snapshot", "Surroundings", "add_top", "as_json", "draw", "watch"]
 # Of a table that goes to a file or a pipe, which has no width of its own.
 _PIPE_WIDTH: Final = 150
 _MOST_EVICTORS: Final = 3
+_LETTERS: Final = ("", "K", "M", "G", "T", "P")
 _COLUMNS: Final = (
-    *("resident", "reserved", "limit", "hits", "hits now", "evicted by", "rejected"),
+    *("resident", "reserved", "limit", "hits", "now", "evicted by", "rejected"),
     *("load/s", "store/s"),
 )
 
@@ -66,7 +67,8 @@ def add_top(commands: Any) -> None:
         help="show what each tenant holds, hits and loses, from a server's /metrics",
         description="A live table of tenants from the /metrics of a vLLM server, added "
         "up over its engines. Counts and `hits` are since the start of the server, "
-        "`hits now` and rates of the last interval. Ctrl-C ends it.",
+        "`now` (hits) and rates are of the last interval; sizes are in bytes, K, M, G "
+        "and T are powers of 1024. Ctrl-C ends it.",
     )
     top.add_argument("url", metavar="URL", help="as http://localhost:8000")
     top.add_argument(
@@ -211,10 +213,18 @@ def draw(snapshot: Snapshot) -> RenderableType:
 
 
 def _table(snapshot: Snapshot, connector: str, pool: PoolFigures) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Fits a terminal of 80 columns; in a wider one, names stay on their line.
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("tenant", overflow="fold", min_width=8)
     for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap="by" not in column)
+        listed = column in ("evicted by", "rejected")
+        table.add_column(
+            column,
+            justify="left" if listed else "right",
+            overflow="fold",
+            no_wrap=not listed,
+            min_width=8 if listed else len(column),
+        )
     by_size = sorted(
         pool.tenants.items(), key=lambda item: (-item[1].resident_bytes, item[0])
     )
@@ -223,7 +233,7 @@ def _table(snapshot: Snapshot, connector: str, pool: PoolFigures) -> Table:
         now = _hit_rate(tenant, old) if snapshot.seconds else None
         table.add_row(
             Text(name),
-            *(format_bytes(int(size)) for size in _sizes(tenant)),
+            *(_size(size) for size in _sizes(tenant)),
             _percent(_hit_rate(tenant, TenantFigures())),
             _percent(now),
             Text(_counts(tenant.evicted_by)),
@@ -258,12 +268,24 @@ def _title(connector: str, pool: PoolFigures, num_connectors: int) -> Text:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
+    if share is None:
+        return "-"
+    return "100%" if share == 1 else f"{100 * share:.1f}%"
 
 
 def _bandwidth(new: float, old: float, seconds: float) -> str:
     rate = _rate(new, old, seconds)
-    return "-" if rate is None else format_bytes(int(rate))
+    return "-" if rate is None else _size(rate)
+
+
+def _size(num_bytes: float) -> str:
+    """Returns bytes with three digits and a letter for the power of 1024."""
+    power = 0
+    while num_bytes >= 999.5 and power < len(_LETTERS) - 1:
+        num_bytes /= 1024
+        power += 1
+    digits = 0 if not power or num_bytes >= 99.95 else 1 if num_bytes >= 9.995 else 2
+    return f"{num_bytes:.{digits}f}{_LETTERS[power]}"
 
 
 def _counts(counts: Counter[str]) -> str:

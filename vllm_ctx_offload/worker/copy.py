@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def copy_on_cpu(
     """
     if not rows:
         return
-    job = _Indices.of(block_ids, rows) if to_host else _Indices.of(rows, block_ids)
+    job = _Pairs(block_ids, rows) if to_host else _Pairs(rows, block_ids)
     for segment in layout.segments:
         end = segment.offset + segment.num_bytes
         host = pool[:, segment.offset : end].view(layout.word)
@@ -72,34 +73,40 @@ def copy_on_cpu(
         _way(job, segment)(source, target, job)
 
 
-class _Indices(NamedTuple):
-    """One job: what is read, what is written, and what of it are neighbours."""
+class _Pairs:
+    """What one job reads and writes, and what of it are neighbours."""
 
-    sources: torch.Tensor
-    targets: torch.Tensor
-    runs: list[Run]  # neighbours on both sides
-    source_runs: list[Run]  # neighbours to read; `row` counts the pairs
-    target_runs: list[Run]  # neighbours to write; `row` counts the pairs
+    def __init__(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._sources = sources
+        self._targets = targets
+        self.runs = list(runs_of(sources, targets))  # neighbours on both sides
 
-    @classmethod
-    def of(cls, sources: Sequence[int], targets: Sequence[int]) -> _Indices:
-        pairs = range(len(sources))
-        return cls(
-            torch.tensor(sources, dtype=torch.int64),
-            torch.tensor(targets, dtype=torch.int64),
-            list(runs_of(sources, targets)),
-            list(runs_of(sources, pairs)),
-            list(runs_of(targets, pairs)),
-        )
+    @cached_property
+    def sources(self) -> torch.Tensor:
+        return torch.tensor(self._sources, dtype=torch.int64)
+
+    @cached_property
+    def targets(self) -> torch.Tensor:
+        return torch.tensor(self._targets, dtype=torch.int64)
+
+    @cached_property
+    def source_runs(self) -> list[Run]:
+        """Neighbours to read; `row` counts the pairs."""
+        return list(runs_of(self._sources, range(len(self._sources))))
+
+    @cached_property
+    def target_runs(self) -> list[Run]:
+        """Neighbours to write; `row` counts the pairs."""
+        return list(runs_of(self._targets, range(len(self._targets))))
 
     def mean(self, runs: list[Run]) -> float:
-        return len(self.sources) / len(runs)
+        return len(self._sources) / len(runs)
 
 
-_Way = Callable[[torch.Tensor, torch.Tensor, _Indices], None]
+_Way = Callable[[torch.Tensor, torch.Tensor, _Pairs], None]
 
 
-def _way(job: _Indices, segment: Segment) -> _Way:
+def _way(job: _Pairs, segment: Segment) -> _Way:
     """Returns the quickest way for blocks of this size, as benchmarks/transfer.py saw.
 
     Both sides in runs: slices. One side in runs, as when slots are neighbours and
@@ -108,7 +115,7 @@ def _way(job: _Indices, segment: Segment) -> _Way:
     A block so large that torch would share it out is always a slice.
     """
     run_bytes = segment.num_bytes * job.mean(job.runs)
-    if segment.view.shape[1] >= _GRAIN_ELEMENTS:
+    if len(job.runs) == 1 or segment.view.shape[1] >= _GRAIN_ELEMENTS:
         return _slices
     if job.mean(job.runs) >= _LONG_RUN and run_bytes >= _MIN_RUN_BYTES:
         return _slices
@@ -121,7 +128,7 @@ def _way(job: _Indices, segment: Segment) -> _Way:
 
 # Through numpy a slice is one memcpy on this thread; PyTorch would share longer ones
 # out to the model's threads, and takes twice as long for short ones.
-def _slices(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+def _slices(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
     read, written = source.numpy(), target.numpy()
     for first, second, length in job.runs:
         if length == 1:
@@ -130,7 +137,7 @@ def _slices(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
             written[second : second + length] = read[first : first + length]
 
 
-def _gather(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+def _gather(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
     at_once = _blocks_at_once(source)
     for first, pair, length in job.target_runs:
         for start in range(0, length, at_once):
@@ -141,13 +148,13 @@ def _gather(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
 
 
 # `index_copy_` copies element by element and takes half as long again.
-def _scatter(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+def _scatter(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
     read, written, index = source.numpy(), target.numpy(), job.targets.numpy()
     for first, pair, length in job.source_runs:
         written[index[pair : pair + length]] = read[first : first + length]
 
 
-def _through_a_copy(source: torch.Tensor, target: torch.Tensor, job: _Indices) -> None:
+def _through_a_copy(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
     at_once = min(_blocks_at_once(source), _COPY_BYTES // source[0].nbytes + 1)
     pairs = torch.stack((job.sources, job.targets))
     for sources, targets in torch.split(pairs, at_once, dim=1):

@@ -164,11 +164,14 @@ class Lane:
         except Exception:
             # The contract of the backend: a failed copy is a result.
             logger.exception("Transfer job %d failed.", in_flight.job.job_id)
-        finally:
-            try:
-                self._end(in_flight)
-            finally:
-                in_flight.launched = True
+        try:
+            self._end(in_flight)
+        except Exception:
+            # The device is lost: vLLM finds that out by itself, and this thread goes
+            # on, so that nobody waits for it in vain.
+            logger.exception("Transfer job %d has no end.", in_flight.job.job_id)
+            in_flight.ok = False
+        in_flight.launched = True
 
     def _enqueue(self, in_flight: InFlight) -> None:
         job = in_flight.job
