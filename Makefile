@@ -107,8 +107,8 @@ compat: setup ## the tests against every supported release of vLLM
 
 bench: setup ## the benchmarks
 	$(say) 'benchmarks'
-	@set -e; for file in benchmarks/hit_latency.py benchmarks/overhead.py; do \
-		printf '==> %s\n' "$$file"; $(PY) "$$file" $(ARGS); done
+	@set -e; for name in hit_latency overhead noisy_neighbour manager metrics transfer; do \
+		printf '==> %s\n' "$$name"; $(PY) benchmarks/$$name.py $(ARGS); done
 
 dist: setup ## wheel and source distribution in dist/
 	$(say) 'wheel and source distribution'

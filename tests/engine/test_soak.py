@@ -37,7 +37,7 @@ MAX_GROWTH_OBJECTS: Final = 10_000
 
 # Three groups take as many times the blocks, on the device and on the host.
 GROUPS: Final[dict[str, Any]] = {
-    "num_blocks": 37,
+    "num_blocks": 47,
     "cpu_bytes_to_use": "2304KiB",
     "options": {"max_model_len": 384, "max_num_batched_tokens": 128},
 }

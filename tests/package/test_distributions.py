@@ -78,7 +78,14 @@ def test_metadata_states_version_licence_and_python_range(metadata: Message) -> 
 def test_base_requirements_bring_neither_vllm_nor_torch(metadata: Message) -> None:
     base = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     names = sorted(r.split(">")[0].split("=")[0].strip().lower() for r in base)
-    assert names == ["psutil", "pydantic", "pyyaml", "rich", "sortedcontainers"]
+    assert names == [
+        "prometheus_client",
+        "psutil",
+        "pydantic",
+        "pyyaml",
+        "rich",
+        "sortedcontainers",
+    ]
 
 
 def test_extras_name_both_builds_of_vllm(metadata: Message) -> None:
