@@ -64,7 +64,10 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = OffloadWorker(plan)
             return
-        self._scheduler = SchedulerSide(config, plan)
+        self._tokens_per_chunk = plan.tokens_per_chunk
+        self._scheduler = SchedulerSide(
+            config, plan, kv_events=vllm_api.wants_kv_events(vllm_config)
+        )
         vllm_api.load_failures_recompute(vllm_config)
         pin = vllm_api.runs_on_cuda(vllm_config)
         logger.info("CtxOffloadConnector plan: %s.", plan.describe(pin))
@@ -128,6 +131,12 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def has_pending_push_work(self) -> bool:
         # Keeps the engine stepping until the transfers of the last request have ended.
         return self._scheduler_side.has_work
+
+    def take_events(self) -> list[vllm_api.KVCacheEvent]:
+        return [
+            vllm_api.kv_event(event, self._tokens_per_chunk)
+            for event in self._scheduler_side.take_events()
+        ]
 
     def reset_cache(self) -> bool | None:
         return self._scheduler_side.reset()

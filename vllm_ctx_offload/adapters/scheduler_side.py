@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vllm_ctx_offload.adapters.gauges import PoolGauges
+from vllm_ctx_offload.adapters.kv_events import ChunkEvent, ChunkEvents
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
@@ -38,7 +39,10 @@ class SchedulerSide:
     that vLLM already waits for are reported as failed, so it recomputes them.
     """
 
-    def __init__(self, config: OffloadConfig, plan: OffloadPlan) -> None:
+    def __init__(
+        self, config: OffloadConfig, plan: OffloadPlan, *, kv_events: bool = False
+    ) -> None:
+        """Makes an empty pool; with `kv_events` its changes are collected."""
         self._config = config
         self._plan = plan
         self._stats = OffloadStats()
@@ -47,7 +51,10 @@ class SchedulerSide:
         # Promised loads that the planner did not take; without rows they fail.
         self._broken_loads: list[TransferJob] = []
         policy = _policy(config, plan)
-        memory = HostMemoryManager(plan.num_slots, self._stats, policy, time.monotonic)
+        self._events = ChunkEvents() if kv_events else None
+        memory = HostMemoryManager(
+            plan.num_slots, self._stats, policy, time.monotonic, self._events
+        )
         self._gauges = PoolGauges(plan, policy, memory, self._stats)
         self.manager = _with_filter(config, memory)
         self.planner = Planner(
@@ -144,6 +151,10 @@ class SchedulerSide:
     def reset(self) -> bool:
         # Once disabled, nothing that is stored will ever be read: that is a reset too.
         return self._attempt("reset_cache", self.planner.reset, True)
+
+    def take_events(self) -> list[ChunkEvent]:
+        """Returns what entered and left host memory since the last call."""
+        return [] if self._events is None else self._events.take()
 
     @property
     def has_work(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import vllm
 from packaging.version import Version
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,11 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from vllm_ctx_offload.adapters.kv_events import ChunkEvent
 from vllm_ctx_offload.adapters.kv_groups import check_groups, model_shape
 from vllm_ctx_offload.adapters.metrics import (
     MetricClasses,
@@ -50,6 +53,7 @@ __all__ = [
     "CtxOffloadWorkerMetadata",
     "KVCacheBlocks",
     "KVCacheConfig",
+    "KVCacheEvent",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorOutput",
@@ -62,12 +66,14 @@ __all__ = [
     "VllmConfig",
     "adopt_vllm_logging",
     "check_environment",
+    "kv_event",
     "load_failures_recompute",
     "model_shape",
     "position_among_ours",
     "runs_on_cuda",
     "step_events",
     "transfer_config",
+    "wants_kv_events",
 ]
 
 logger = logging.getLogger(__name__)
@@ -214,6 +220,33 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         kv_cache_config,
         version=vllm.__version__,
         recomputes=KVConnectorTransferResults is not None,
+    )
+
+
+def wants_kv_events(vllm_config: VllmConfig) -> bool:
+    """Returns whether vLLM publishes what enters and leaves its caches."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def kv_event(event: ChunkEvent, tokens_per_chunk: int) -> KVCacheEvent:
+    """Returns an event of ours as one of vLLM's, by the hash at the chunk's end.
+
+    Like vLLM's own offloading it says neither tokens nor parents: whoever follows the
+    events knows the block by its hash from when the device stored it.
+    """
+    hashes = [maybe_convert_block_hash(BlockHash(h)) for h in event.hashes]
+    if not event.stored:
+        return BlockRemoved(hashes, medium="CPU", group_idx=event.group)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=tokens_per_chunk,
+        lora_id=None,
+        medium="CPU",
+        lora_name=None,
+        group_idx=event.group,
     )
 
 

@@ -18,6 +18,10 @@ from vllm_ctx_offload.stats import OffloadStats
 __all__ = ["ChunkState", "HostMemoryManager"]
 
 
+# (keys, whether they can be hit)
+OnChange = Callable[[Sequence[bytes], bool], None]
+
+
 class ChunkState(NamedTuple):
     """All there is to one resident chunk."""
 
@@ -46,6 +50,7 @@ class HostMemoryManager(OffloadingManager):
         stats: OffloadStats,
         policy: PolicyConfig,
         clock: Callable[[], float],
+        on_change: OnChange | None = None,
     ) -> None:
         """Makes an empty pool.
 
@@ -54,10 +59,13 @@ class HostMemoryManager(OffloadingManager):
             stats: counts evictions.
             policy: accounts and limits.
             clock: returns the time in seconds, never less than before.
+            on_change: is told of keys that can be hit from now on, and of keys that
+                can't any more; each key in turn, since both alternate.
         """
         self._slots = SlotAllocator(num_slots)
         self._stats = stats
         self._clock = clock
+        self._on_change = on_change
         self._policy = RetentionPolicy(num_slots, policy)
         self._table = self._policy.table
         self._pins = self._table.pins
@@ -182,6 +190,7 @@ class HostMemoryManager(OffloadingManager):
         for key, _ in maker.victims:
             del self._ready[key[-1]][key]
         self._slots.free([slot for _, slot in maker.victims])
+        self._tell([key for key, _ in maker.victims], can_be_hit=False)
         for tenant, count in maker.evicted.items():
             self._stats.count("evicted_chunks", tenant, use.account.name, by=count)
         return Room(num_granted, reason)
@@ -202,6 +211,7 @@ class HostMemoryManager(OffloadingManager):
                 doomed[key] = slot
         if success:
             self._table.became_readable(slots, self._clock())
+            self._tell([key for key in keys if key not in doomed], can_be_hit=True)
         self._unpin(keys, slots)
 
     # ---- removals
@@ -222,6 +232,8 @@ class HostMemoryManager(OffloadingManager):
 
     def _remove(self, key: bytes) -> None:
         slot = self._ready[key[-1]].pop(key, None)
+        if slot is not None:
+            self._tell([key], can_be_hit=False)
         if slot is not None and slot not in self._pins:
             self._drop(key, slot)
         elif slot is not None or (slot := self._storing.get(key)) is not None:
@@ -238,6 +250,10 @@ class HostMemoryManager(OffloadingManager):
                 if key in self._doomed and slot not in self._pins:
                     del self._doomed[key]
                     self._drop(key, slot)
+
+    def _tell(self, keys: Sequence[bytes], *, can_be_hit: bool) -> None:
+        if self._on_change is not None and keys:
+            self._on_change(keys, can_be_hit)
 
     # ---- where keys are
 

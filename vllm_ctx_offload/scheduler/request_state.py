@@ -17,6 +17,7 @@ __all__ = [
     "RequestView",
     "Status",
     "make_key_prefix",
+    "split_key",
 ]
 
 
@@ -161,3 +162,9 @@ def make_key_prefix(namespace: bytes, group: int) -> bytes:
     Framed by length, so that no choice of names can make two prefixes alike.
     """
     return len(namespace).to_bytes(2, "big") + namespace + bytes([group])
+
+
+def split_key(key: bytes) -> tuple[int, bytes]:
+    """Returns the group and the block hash of a chunk's key."""
+    start = 2 + int.from_bytes(key[:2], "big")
+    return key[start], key[start + 1 :]

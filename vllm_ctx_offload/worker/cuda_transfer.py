@@ -24,7 +24,7 @@ __all__ = ["SCRATCH_BYTES", "CudaTransfer", "DeviceTerms"]
 # it keeps the link busy for longer than a piece takes to launch.
 SCRATCH_BYTES: Final = 64 * 1024**2
 # Between two looks at the device while a poll waits: CUDA's own wait has no limit.
-_LOOK_S: Final = 0.0001
+_LOOK_S: Final = 0.00002
 
 
 class CudaTransfer:

@@ -169,7 +169,7 @@ class Lane:
         except Exception:
             # The device is lost: vLLM finds that out by itself, and this thread goes
             # on, so that nobody waits for it in vain.
-            logger.exception("Transfer job %d has no end.", in_flight.job.job_id)
+            logger.exception("Transfer job %d failed.", in_flight.job.job_id)
             in_flight.ok = False
         in_flight.launched = True
 
