@@ -117,7 +117,11 @@ def _config(args: argparse.Namespace, findings: list[Finding]) -> OffloadConfig 
     config, faults = check_config(values)
     findings += (Finding(Level.FAULT, "config", fault) for fault in faults)
     if config is not None and args.extra_config is not None:
-        findings.append(Finding(Level.OK, "config", "the extra config is valid"))
+        findings.append(
+            Finding(
+                Level.OK, "config", "every value of the extra config is valid by itself"
+            )
+        )
     return config
 
 
