@@ -52,7 +52,8 @@ class EngineShelf:
             if spec not in self._refused:
                 try:
                     self._engine = Engine(spec)
-                except NotImplementedError as error:  # MLA on the CPU, in 0.27
+                # MLA on the CPU: not there in 0.27, and in 0.28 misses a part.
+                except (NotImplementedError, ImportError) as error:
                     self._refused[spec] = str(error)
             if (engine := self._engine) is None:
                 pytest.skip(f"this vLLM: {self._refused[spec]}")
