@@ -14,9 +14,8 @@ from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
     HostMemoryManager,
     OffloadingManager,
-    PolicyConfig,
     ReuseFilter,
-    account_terms,
+    policy_of,
 )
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
@@ -50,7 +49,13 @@ class SchedulerSide:
         self._disabled = False
         # Promised loads that the planner did not take; without rows they fail.
         self._broken_loads: list[TransferJob] = []
-        policy = _policy(config, plan)
+        policy = policy_of(
+            config,
+            plan.num_slots,
+            plan.bytes_per_chunk,
+            tokens_per_chunk=plan.tokens_per_chunk,
+            keys_per_chunk=len(plan.groups),
+        )
         self._events = ChunkEvents() if kv_events else None
         memory = HostMemoryManager(
             plan.num_slots, self._stats, policy, time.monotonic, self._events
@@ -181,16 +186,6 @@ class SchedulerSide:
                 hook,
             )
             return fallback
-
-
-def _policy(config: OffloadConfig, plan: OffloadPlan) -> PolicyConfig:
-    return PolicyConfig(
-        accounts=account_terms(config, plan.num_slots, plan.bytes_per_chunk),
-        max_protected=config.max_protected.resolve(plan.num_slots),
-        tokens_per_chunk=plan.tokens_per_chunk,
-        keys_per_chunk=len(plan.groups),
-        plain_lru=config.eviction_policy == "lru",
-    )
 
 
 def _with_filter(config: OffloadConfig, memory: HostMemoryManager) -> OffloadingManager:

@@ -26,6 +26,7 @@ __all__ = [
     "plan_as_json",
     "plan_as_text",
     "read_extra_config",
+    "read_json",
 ]
 
 _INLINE = "kv_connector_extra_config"
@@ -39,13 +40,11 @@ class Engines(NamedTuple):
     num_engines: int = 1
 
 
-def read_extra_config(text: str) -> dict[str, Any]:
-    """Returns the mapping in a JSON text, or in the file that `@FILE` names.
-
-    A whole kv_transfer_config is accepted too, and its extra config returned.
+def read_json(text: str) -> Any:
+    """Returns what `--extra-config` holds: a JSON text, or `@FILE` with one.
 
     Raises:
-        ConfigError: there is no such mapping in it.
+        ConfigError: it can't be read.
     """
     if text.startswith("@"):
         try:
@@ -55,9 +54,20 @@ def read_extra_config(text: str) -> dict[str, Any]:
                 f"--extra-config: {text[1:]} can't be read ({error})."
             ) from None
     try:
-        values = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--extra-config is no JSON: {error}.") from None
+
+
+def read_extra_config(text: str) -> dict[str, Any]:
+    """Returns the mapping in a JSON text, or in the file that `@FILE` names.
+
+    A whole kv_transfer_config is accepted too, and its extra config returned.
+
+    Raises:
+        ConfigError: there is no such mapping in it.
+    """
+    values = read_json(text)
     if isinstance(values, dict) and "kv_connector" in values:
         values = values.get(_INLINE, {})
     if not isinstance(values, dict):

@@ -19,9 +19,8 @@ from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
     HostMemoryManager,
     OffloadingManager,
-    PolicyConfig,
     ReuseFilter,
-    account_terms,
+    policy_of,
 )
 from vllm_ctx_offload.scheduler.request_state import make_key_prefix
 from vllm_ctx_offload.stats import OffloadStats
@@ -122,12 +121,14 @@ def replay(
 def _make_manager(
     config: OffloadConfig, pool: Pool, plain_lru: bool, clock: Callable[[], float]
 ) -> OffloadingManager:
-    policy = PolicyConfig(
-        accounts=account_terms(config, pool.num_chunks, pool.bytes_per_chunk),
-        max_protected=config.max_protected.resolve(pool.num_chunks),
+    policy = policy_of(
+        config,
+        pool.num_chunks,
+        pool.bytes_per_chunk,
         tokens_per_chunk=pool.tokens_per_chunk,
-        plain_lru=plain_lru or config.eviction_policy == "lru",
     )
+    if plain_lru:
+        policy = policy._replace(plain_lru=True)
     manager = HostMemoryManager(pool.num_chunks, OffloadStats(), policy, clock)
     if config.store_threshold >= 2 and not plain_lru:
         return ReuseFilter(manager, config.store_threshold, config.max_tracker_size)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_ctx_offload.adapters.vllm_managers import VLLM_POLICIES, vllm_has_managers
+from vllm_ctx_offload.cli.doctor_plan import read_json
 from vllm_ctx_offload.cli.replay import (
     Pool,
     PreparedRequest,
@@ -133,17 +134,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 
 def _read_config(text: str) -> OffloadConfig:
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--extra-config: {text[1:]} can't be read ({error})."
-            ) from None
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--extra-config is no JSON: {error}.") from None
+    values = read_json(text)
     if not isinstance(values, dict):
         raise ConfigError("--extra-config is no JSON object; write '{...}'.")
     return parse_config(values)

@@ -2,7 +2,7 @@
 
 from vllm_ctx_offload.core.host_memory import ChunkState, HostMemoryManager
 from vllm_ctx_offload.core.manager import LookupResult, OffloadingManager, StoreGrant
-from vllm_ctx_offload.core.policy import PolicyConfig
+from vllm_ctx_offload.core.policy import PolicyConfig, policy_of
 from vllm_ctx_offload.core.reuse import ReuseFilter
 from vllm_ctx_offload.core.tenants import AccountTerms, account_terms
 
@@ -16,4 +16,5 @@ __all__ = [
     "ReuseFilter",
     "StoreGrant",
     "account_terms",
+    "policy_of",
 ]

@@ -8,13 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Final, NamedTuple
 
+from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.order import RELEASED, EvictionOrder, Run, Session
 from vllm_ctx_offload.core.retention import Segment, Wish, segments_of
 from vllm_ctx_offload.core.runs import RunTable
-from vllm_ctx_offload.core.tenants import Account, Accounts, AccountTerms
+from vllm_ctx_offload.core.tenants import (
+    Account,
+    Accounts,
+    AccountTerms,
+    account_terms,
+)
 
-__all__ = ["PolicyConfig", "RetentionPolicy", "Use"]
+__all__ = ["PolicyConfig", "RetentionPolicy", "Use", "policy_of"]
 
 
 class PolicyConfig(NamedTuple):
@@ -25,6 +31,24 @@ class PolicyConfig(NamedTuple):
     tokens_per_chunk: int = 1  # hints are given in tokens
     keys_per_chunk: int = 1  # in a chain, for the same tokens: one of each group
     plain_lru: bool = False  # ignore every hint and tenant
+
+
+def policy_of(
+    config: OffloadConfig,
+    num_slots: int,
+    bytes_per_chunk: int,
+    *,
+    tokens_per_chunk: int,
+    keys_per_chunk: int = 1,
+) -> PolicyConfig:
+    """Returns what a configuration means for a pool of `num_slots` chunks."""
+    return PolicyConfig(
+        accounts=account_terms(config, num_slots, bytes_per_chunk),
+        max_protected=config.max_protected.resolve(num_slots),
+        tokens_per_chunk=tokens_per_chunk,
+        keys_per_chunk=keys_per_chunk,
+        plain_lru=config.eviction_policy == "lru",
+    )
 
 
 class Use:
