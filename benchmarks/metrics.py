@@ -37,7 +37,7 @@ from vllm_ctx_offload.adapters.gauges import PoolGauges
 from vllm_ctx_offload.adapters.metrics import MetricClasses, PrometheusMetrics
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 from vllm_ctx_offload.stats import OffloadStats
 
 MAX_STEP_US, MAX_SCRAPE_MS = 20.0, 50.0
@@ -55,7 +55,7 @@ class Step:
         self.stats = OffloadStats()
         accounts = {name: AccountTerms() for name in [*self.tenants, "default"]}
         policy = PolicyConfig(accounts, max_protected=NUM_SLOTS // 3)
-        plan = OffloadPlan(16, 1, 1, 2**16, 1, NUM_SLOTS)
+        plan = OffloadPlan((GroupShape(16),), 1, 16, 2**16, 1, NUM_SLOTS)
         self.memory = HostMemoryManager(
             NUM_SLOTS, self.stats, policy, clock=time.monotonic
         )

@@ -217,8 +217,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("more", "level", "code"),
         [
-            ({"mamba_d_state": 16}, "fault", 1),
-            ({"block_configs": [1]}, "warn", 0),
+            ({"is_encoder_decoder": True}, "fault", 1),
+            ({"mamba_d_state": 16}, "warn", 0),
         ],
     )
     def test_a_model_without_a_plan_is_said(

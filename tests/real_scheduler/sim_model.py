@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from real_scheduler.sim_worker import Forward, TokenView, in_group
+from real_scheduler.sim_worker import Forward, StateForward, TokenView, in_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.outputs import DraftTokenIds
 
 
@@ -18,20 +19,27 @@ class SimModel:
         self.generation = 0  # of the weights
         self.views: dict[str, TokenView] = {}
         self.num_scheduled: dict[str, int] = {}
+        # Of a request and a group, the place in its table of the state.
+        self._state_index: dict[tuple[str, int], int] = {}
         # Draft tokens for what a request holds, or None without speculation.
         self.make_drafts: Callable[[TokenView], list[int]] | None = None
 
     def forward(
         self, output: SchedulerOutput
-    ) -> tuple[list[Forward], dict[str, list[int]]]:
+    ) -> tuple[list[Forward | StateForward], dict[str, list[int]]]:
         """Returns what each request computes, and the tokens it samples."""
         starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         fresh = {n.req_id for n in output.scheduled_new_reqs} | cached.resumed_req_ids
-        forwards, sampled = [], {}
+        forwards: list[Forward | StateForward] = []
+        sampled: dict[str, list[int]] = {}
         for request_id, count in output.num_scheduled_tokens.items():
             if request_id in fresh:
+                for group in range(
+                    len(self._scheduler.kv_cache_config.kv_cache_groups)
+                ):
+                    self._state_index.pop((request_id, group), None)
                 tokens = self._scheduler.requests[request_id].all_token_ids
                 self.views[request_id] = TokenView(tokens)
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
@@ -44,7 +52,7 @@ class SimModel:
 
     def _compute(
         self, request_id: str, first: int, count: int, drafts: list[int]
-    ) -> Iterator[Forward]:
+    ) -> Iterator[Forward | StateForward]:
         """Yields the part of each group."""
         view = self.views[request_id]
         with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
@@ -54,13 +62,38 @@ class SimModel:
         tables = manager.get_block_ids(request_id)
         for group, block_ids in enumerate(tables):
             kind = manager.coordinator.single_type_managers[group]
+            if isinstance(kind, MambaManager):
+                yield self._next_state(request_id, group, first, hashes, block_ids)
+                continue
             yield Forward(
                 list(block_ids),
+                kind.block_size,
                 first,
                 [(self.generation, in_group(group, value)) for value in hashes],
                 [in_group(group, value) for value in view.prefix_hashes[:first]],
                 kind.get_num_skipped_tokens(first),
             )
+
+    def _next_state(
+        self,
+        request_id: str,
+        group: int,
+        first: int,
+        hashes: list[int],
+        block_ids: Sequence[int],
+    ) -> StateForward:
+        """Copies the state on into the last block, as `preprocess_mamba` does."""
+        kind = self._scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+        before = self._state_index.get(
+            (request_id, group), (first - 1) // kind.block_size
+        )
+        now = (first + len(hashes) - 1) // kind.block_size
+        self._state_index[request_id, group] = now
+        return StateForward(
+            block_ids[before] if first else None,
+            in_group(group, self.views[request_id].prefix_hashes[first - 1]),
+            [(block_ids[now], (self.generation, in_group(group, hashes[-1])))],
+        )
 
     def _sample(self, request_id: str, end: int, drafts: list[int]) -> list[int]:
         view = self.views[request_id]

@@ -16,13 +16,14 @@ from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.config import parse_config
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
+from vllm_ctx_offload.scheduler.chain import ChainShape
 
 BLOCK = 16
 PROMPT = list(range(4 * BLOCK))
 # The last token is never loaded.
 HIT = 3 * BLOCK
-PLAN = OffloadPlan(BLOCK, 1, 1, 1, 1, 64)
+PLAN = OffloadPlan((GroupShape(BLOCK),), 1, BLOCK, 1, 1, 64)
 
 
 class Origin(NamedTuple):
@@ -78,7 +79,7 @@ def test_only_requests_of_the_same_origin_hit(tenant_from: str) -> None:
     for origin, request in stored.items():
         side = make_side(tenant_from)
         state = side.planner.on_new_request(request)
-        keys = state.chain(len(PROMPT) // BLOCK, PLAN.hashes_per_chunk)
+        keys = state.chain(len(PROMPT) // BLOCK, ChainShape(PLAN))
         side.manager.prepare_store(keys, state.req_context)
         side.manager.complete_store(keys, state.req_context)
         hits = {

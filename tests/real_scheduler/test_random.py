@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from real_scheduler.harness import Engine
+from real_scheduler.vllm_setup import STATE, Group
 from vllm.v1.request import Request
 
 from vllm_ctx_offload.messages import TransferJob
@@ -104,15 +105,49 @@ SETUPS: list[dict[str, Any]] = [
     {"async_scheduling": True, "extra": {"blocks_per_chunk": 3}},
     {"num_workers": 2, "extra": {"blocks_per_chunk": 2}},
     {"async_scheduling": True, "extra": {"store_threshold": 2}, "num_workers": 2},
-    {"windows": (None, 70, 70), "num_blocks": 60, "num_slots": 27},
+    {"groups": (None, 70, 70), "num_blocks": 60, "num_slots": 27},
     {
-        "windows": (33, None),
+        "groups": (33, None),
         "num_blocks": 45,
         "num_slots": 18,
         "async_scheduling": True,
         "extra": {"blocks_per_chunk": 3},
     },
-    {"windows": (100,), "async_scheduling": True, "num_workers": 2},
+    {"groups": (100,), "async_scheduling": True, "num_workers": 2},
+    {
+        "groups": (Group(times=2), Group(70), Group(70)),
+        "num_blocks": 60,
+        "num_slots": 27,
+    },
+    {
+        "groups": (Group(150, times=3), None, Group(70, times=2)),
+        "num_blocks": 60,
+        "num_slots": 27,
+        "async_scheduling": True,
+    },
+    {"groups": (None, STATE), "num_blocks": 40, "num_slots": 18},
+    {
+        "groups": (STATE, Group(70), None, STATE),
+        "num_blocks": 60,
+        "num_slots": 30,
+        "async_scheduling": True,
+        "extra": {"blocks_per_chunk": 2},
+    },
+    {"groups": (STATE,), "num_slots": 6, "async_scheduling": True},
+    {
+        "groups": (Group(times=2), STATE),
+        "num_blocks": 40,
+        "num_slots": 18,
+        "async_scheduling": True,
+        "num_workers": 2,
+    },
+    {
+        "groups": (None, STATE),
+        "tokens_per_hash": 8,
+        "num_blocks": 40,
+        "num_slots": 18,
+        "async_scheduling": True,
+    },
 ]
 
 

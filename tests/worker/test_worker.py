@@ -12,7 +12,7 @@ from worker.layouts import NUM_BLOCKS, build
 
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob, TransferPlan
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 from vllm_ctx_offload.worker import FinishedTransfers, OffloadWorker
 
 NUM_ROWS = 6
@@ -20,9 +20,9 @@ NUM_ROWS = 6
 
 def make_plan(bytes_per_block: int, num_rows: int = NUM_ROWS) -> OffloadPlan:
     return OffloadPlan(
-        tokens_per_block=16,
+        groups=(GroupShape(16),),
         blocks_per_chunk=1,
-        hashes_per_chunk=1,
+        tokens_per_hash=16,
         bytes_per_block=bytes_per_block,
         num_workers=1,
         num_slots=num_rows,

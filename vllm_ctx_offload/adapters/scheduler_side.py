@@ -53,8 +53,8 @@ class SchedulerSide:
             config,
             plan.num_slots,
             plan.bytes_per_chunk,
-            tokens_per_chunk=plan.tokens_per_chunk,
-            keys_per_chunk=len(plan.groups),
+            tokens_per_chunk=plan.tokens_per_span,
+            keys_per_chunk=sum(plan.chunks_per_span),
         )
         self._events = ChunkEvents() if kv_events else None
         memory = HostMemoryManager(

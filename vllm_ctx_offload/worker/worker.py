@@ -107,6 +107,9 @@ class OffloadWorker:
         """Called after the forward pass that computes the blocks was submitted."""
         for job in plan.stores:
             self._submit(job, to_host=True)
+        if self._plan.writes_early and plan.stores and self._transfer is not None:
+            # The fence of a block that is handed out again would come too late.
+            self._transfer.fence(tuple(job.job_id for job in plan.stores))
 
     def _submit(self, job: TransferJob, *, to_host: bool) -> None:
         if self._transfer is None:
