@@ -47,6 +47,7 @@ class ModelShape:
     num_engines: int = 1  # data-parallel engines that share this host's memory
     # Blocks of all groups come from one pool and are as large as each other.
     groups: tuple[GroupShape, ...] = _ONE_GROUP
+    draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,16 @@ class OffloadPlan:
     num_workers: int
     num_slots: int  # chunks that fit; the same on every worker
     groups: tuple[GroupShape, ...] = _ONE_GROUP
+    draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
 
     @property
     def tokens_per_chunk(self) -> int:
         return self.tokens_per_block * self.blocks_per_chunk
+
+    @property
+    def dropped_tokens(self) -> int:
+        """The end of a hit that is not loaded: its drafts are another text's, maybe."""
+        return self.tokens_per_block if self.draft_lookahead else 0
 
     @property
     def bytes_per_chunk(self) -> int:
@@ -127,6 +134,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
         num_workers=shape.num_workers,
         num_slots=num_slots,
         groups=shape.groups,
+        draft_lookahead=shape.draft_lookahead,
     )
 
 

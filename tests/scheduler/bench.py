@@ -51,6 +51,7 @@ class Bench:
         num_workers: int = 1,
         hashes_per_block: int = 1,
         groups: tuple[GroupShape, ...] = (GroupShape(),),
+        draft_lookahead: int = 0,
         **options: Any,
     ) -> None:
         self.stats = OffloadStats()
@@ -69,6 +70,7 @@ class Bench:
             num_workers=num_workers,
             num_slots=num_slots,
             groups=groups,
+            draft_lookahead=draft_lookahead,
         )
         self.planner = Planner(
             plan,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from vllm_ctx_offload.adapters.drafts import draft_lookahead
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import GroupShape, ModelShape
 
@@ -95,6 +96,7 @@ def model_shape(vllm_config: Any, kv_cache_config: Any) -> ModelShape:
         num_workers=parallel.world_size,
         num_engines=max(parallel.data_parallel_size_local, 1),
         groups=tuple(_group_shape(group) for group in groups),
+        draft_lookahead=draft_lookahead(vllm_config),
     )
 
 

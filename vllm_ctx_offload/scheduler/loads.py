@@ -78,12 +78,14 @@ class LoadPlanner:
     ) -> list[bytes]:
         """Returns the keys of all chunks up to the last one that may be loaded.
 
-        The last token is never loaded: the model needs one to compute.
+        The last token is never loaded: the model needs one to compute. Tokens that are
+        looked up only to be dropped come on top.
         """
         plan = self._plan
         end = state.request.num_tokens - 1
         if (cap := state.req_context.hints.max_load_tokens) is not None:
             end = min(end, num_local_tokens + cap)
+        end = min(end + plan.dropped_tokens, state.request.num_tokens)
         return state.chain(end // plan.tokens_per_chunk, plan.hashes_per_chunk)
 
     def _hit_boundary(
@@ -93,7 +95,8 @@ class LoadPlanner:
 
         Groups that look at everything need all chunks past the local hit, others only
         those they still look at from the boundary. A chunk that is missing moves the
-        boundary before it, and so what the others need.
+        boundary before it, and so what the others need. See `dropped_tokens` of the
+        plan for the end of the last chunk.
         """
         plan, num_groups = self._plan, len(self._plan.groups)
         boundary, pending = len(keys) // num_groups, False
@@ -109,7 +112,7 @@ class LoadPlanner:
             else:
                 settled += 1
             group = (group + 1) % num_groups
-        return boundary * plan.tokens_per_chunk, pending
+        return boundary * plan.tokens_per_chunk - plan.dropped_tokens, pending
 
     def _first_chunk(self, group: int, boundary: int, num_local_tokens: int) -> int:
         """Returns the first chunk that a group needs to go on from a boundary.
@@ -118,7 +121,8 @@ class LoadPlanner:
         """
         per_chunk = self._plan.tokens_per_chunk
         shape = self._plan.groups[group]
-        first = max(shape.first_needed(boundary * per_chunk), num_local_tokens)
+        end = boundary * per_chunk - self._plan.dropped_tokens
+        first = max(shape.first_needed(end), num_local_tokens)
         return min(first // per_chunk, boundary)
 
     def _take_lease(
@@ -129,7 +133,7 @@ class LoadPlanner:
         end: int,
     ) -> None:
         num_groups = len(self._plan.groups)
-        boundary = end // self._plan.tokens_per_chunk
+        boundary = (end + self._plan.dropped_tokens) // self._plan.tokens_per_chunk
         firsts = [
             self._first_chunk(group, boundary, num_local_tokens)
             for group in range(num_groups)

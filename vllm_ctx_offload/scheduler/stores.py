@@ -65,6 +65,8 @@ class StorePlanner:
         num_tokens = min(
             request.num_computed_tokens + num_new_tokens, request.num_tokens
         )
+        # A drafter's part of the last tokens changes with those that come after.
+        num_tokens -= self._plan.draft_lookahead
         for block_ids in state.block_ids or ([],):
             num_tokens = min(num_tokens, len(block_ids) * self._plan.tokens_per_block)
         if self._prompt_only:
