@@ -53,6 +53,7 @@ class ModelShape:
     num_engines: int = 1  # data-parallel engines that share this host's memory
     # vLLM writes to new blocks before the worker's hooks are called in a step.
     writes_early: bool = False
+    draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class OffloadPlan:
     num_workers: int
     num_slots: int  # chunks that fit; the same on every worker
     writes_early: bool = False  # see ModelShape
+    draft_lookahead: int = 0  # see ModelShape
 
     def tokens_per_chunk(self, group: int) -> int:
         return self.groups[group].tokens_per_block * self.blocks_per_chunk
@@ -84,6 +86,19 @@ class OffloadPlan:
         """Of each group."""
         span = _scheduler_block(self.groups)
         return tuple(span // group.tokens_per_block for group in self.groups)
+
+    @property
+    def dropped_tokens(self) -> int:
+        """The end of a hit that is not loaded: its drafts are another text's, maybe.
+
+        A block, as in vLLM. But where a group may lack the begin of a chunk, only the
+        end of one will do.
+        """
+        if not self.draft_lookahead:
+            return 0
+        if all(group.looks_at_all for group in self.groups):
+            return _scheduler_block(self.groups)
+        return self.tokens_per_span
 
     @property
     def bytes_per_chunk(self) -> int:
@@ -164,6 +179,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
         num_workers=shape.num_workers,
         num_slots=num_slots,
         writes_early=shape.writes_early,
+        draft_lookahead=shape.draft_lookahead,
     )
 
 

@@ -53,6 +53,7 @@ class Bench:
         hashes_per_block: int = 1,
         groups: tuple[GroupShape, ...] = (GroupShape(TOKENS_PER_BLOCK),),
         writes_early: bool = False,
+        draft_lookahead: int = 0,
         **options: Any,
     ) -> None:
         self.stats = OffloadStats()
@@ -64,6 +65,7 @@ class Bench:
             num_workers=num_workers,
             num_slots=num_slots,
             writes_early=writes_early,
+            draft_lookahead=draft_lookahead,
         )
         policy = PolicyConfig(
             {"default": AccountTerms()},

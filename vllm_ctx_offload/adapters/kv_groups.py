@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+from vllm_ctx_offload.adapters.drafts import draft_lookahead
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import GroupShape, ModelShape
 
@@ -105,6 +106,7 @@ def model_shape(vllm_config: Any, kv_cache_config: Any) -> ModelShape:
         num_workers=parallel.world_size,
         num_engines=max(parallel.data_parallel_size_local, 1),
         writes_early=_writes_early(vllm_config, kv_cache_config),
+        draft_lookahead=draft_lookahead(vllm_config),
     )
 
 

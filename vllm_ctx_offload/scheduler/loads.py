@@ -85,11 +85,13 @@ class LoadPlanner:
     ) -> list[bytes]:
         """Returns the keys of all spans up to the last one that may be loaded.
 
-        The last token is never loaded: the model needs one to compute.
+        The last token is never loaded: the model needs one to compute. Tokens that are
+        looked up only to be dropped come on top.
         """
         end = state.request.num_tokens - 1
         if (cap := state.req_context.hints.max_load_tokens) is not None:
             end = min(end, num_local_tokens + cap)
+        end = min(end + self._plan.dropped_tokens, state.request.num_tokens)
         return state.chain(end // self._chain.tokens_per_span, self._chain)
 
     def _hit_boundary(
@@ -100,6 +102,7 @@ class LoadPlanner:
         Groups that look at everything need all chunks past the local hit, others only
         those they still look at from the boundary, recurrent ones the state there. A
         chunk that is missing moves the boundary before it, and so what the others need.
+        See `dropped_tokens` of the plan for what is found at the end but not loaded.
         """
         boundary, pending = len(keys) // self._chain.keys_per_span, False
         for group in self._all_seeing:  # they agree to any shorter one too
@@ -115,7 +118,12 @@ class LoadPlanner:
                     state, keys, group, boundary, num_local_tokens
                 )
                 pending |= coming
-        return boundary * self._chain.tokens_per_span, pending
+        return self._end_of_hit(boundary), pending
+
+    def _end_of_hit(self, boundary: int) -> int:
+        """Returns the tokens that can be had where that many spans were found."""
+        end = boundary * self._chain.tokens_per_span - self._plan.dropped_tokens
+        return max(end, 0)
 
     def _reach(
         self,
@@ -133,6 +141,8 @@ class LoadPlanner:
         needed = self._chain.keys_of(group, keys)[first:end]
         found = self._manager.lookup(needed, state.req_context)
         if found.num_ready < len(needed):
+            if self._plan.groups[group].recurrent:
+                return boundary - 1, found.pending
             boundary = self._chain.num_whole_spans(group, first + found.num_ready)
         return boundary, found.pending
 
@@ -145,13 +155,16 @@ class LoadPlanner:
 
         Args:
             group: of layers.
-            boundary: the spans that will be computed or loaded.
+            boundary: the spans that are to be found.
             num_local_tokens: of these, in whole blocks, that need not be loaded.
         """
-        num_tokens = boundary * self._chain.tokens_per_span
-        first = max(self._plan.groups[group].first_needed(num_tokens), num_local_tokens)
+        shape, size = self._plan.groups[group], self._plan.tokens_per_chunk(group)
+        num_tokens = self._end_of_hit(boundary)
         end = self._chain.num_chunks(group, boundary)
-        return min(first // self._plan.tokens_per_chunk(group), end), end
+        if shape.recurrent:
+            end = num_tokens // size  # no drafter has such layers
+        first = max(shape.first_needed(num_tokens), num_local_tokens) // size
+        return min(first, end), end
 
     def _take_lease(
         self,
@@ -160,7 +173,8 @@ class LoadPlanner:
         num_local_tokens: int,
         end: int,
     ) -> None:
-        boundary = end // self._chain.tokens_per_span
+        end_found = end + self._plan.dropped_tokens
+        boundary = end_found // self._chain.tokens_per_span
         places = tuple(
             sorted(
                 self._chain.place(group, chunk)

@@ -62,17 +62,20 @@ class StorePlanner:
         """
         if not state.req_context.hints.store or state.store_barrier:
             return None
-        shape = self._chain
-        num_spans = self._num_storable(state, num_new_tokens) // shape.tokens_per_span
+        shape, lookahead = self._chain, self._plan.draft_lookahead
+        num_tokens = self._num_storable(state, num_new_tokens, lookahead)
+        num_spans = num_tokens // shape.tokens_per_span
         if num_spans <= state.num_offered and not states:
             return None
-        keys = state.chain(num_spans, shape)
-        num_spans = len(keys) // shape.keys_per_span
+        if states:  # drafts are nothing to them
+            num_tokens = self._num_storable(state, num_new_tokens, 0)
+        keys = state.chain(num_tokens // shape.tokens_per_span, shape)
+        num_spans = min(num_spans, len(keys) // shape.keys_per_span)
         if num_spans <= state.num_offered and not states:
             return None  # complete, but not hashed yet
         state.num_offered = num_spans
         self._show(state, states)
-        job = self._offer(state, keys)
+        job = self._offer(state, keys, num_spans)
         self._show(state, [final._replace(block_id=NULL_BLOCK) for final in states])
         return job
 
@@ -103,13 +106,19 @@ class StorePlanner:
         ):
             table.extend([NULL_BLOCK] * len(more) if shape.recurrent else more)
 
-    def _num_storable(self, state: RequestOffloadState, num_new_tokens: int) -> int:
-        """Returns the tokens whose KV is final once the planned step has run."""
+    def _num_storable(
+        self, state: RequestOffloadState, num_new_tokens: int, lookahead: int
+    ) -> int:
+        """Returns the tokens whose KV is final once the planned step has run.
+
+        That of the last `lookahead` tokens changes with those that come after.
+        """
         request = state.request
         # Beyond num_tokens are drafts and tokens that are not known yet.
         num_tokens = min(
             request.num_computed_tokens + num_new_tokens, request.num_tokens
         )
+        num_tokens -= lookahead
         if not state.block_ids:
             return 0
         for shape, table in zip(self._plan.groups, state.block_ids, strict=True):
@@ -121,9 +130,14 @@ class StorePlanner:
         return num_tokens
 
     def _offer(
-        self, state: RequestOffloadState, keys: list[bytes]
+        self, state: RequestOffloadState, keys: list[bytes], num_final: int
     ) -> TransferJob | None:
+        """Offers a chain of which `num_final` spans, and all states, are final."""
         holes = self._holes(state, len(keys))
+        for place in range(num_final * self._chain.keys_per_span, len(keys)):
+            group, _ = self._chain.chunk_at(place)
+            if not self._plan.groups[group].recurrent:
+                holes.add(place)
         grant = self._manager.prepare_store(keys, state.req_context, holes=holes)
         state.rejected_tokens = self._plan.worth_in_tokens(grant.num_rejected)
         state.rejected_reason = grant.reason
