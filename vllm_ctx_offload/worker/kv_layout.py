@@ -96,13 +96,12 @@ def _united(views: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     united: list[torch.Tensor] = []
     for (_, stride), parts in alike.items():
         end = -1
-        for part in sorted(parts, key=torch.Tensor.storage_offset):
-            start, part_end = (
-                part.storage_offset(),
-                part.storage_offset() + part.shape[1],
-            )
+        for part in sorted(parts, key=lambda part: int(part.storage_offset())):
+            start = int(part.storage_offset())
+            part_end = start + part.shape[1]
             if start < end:
-                start, part_end = united.pop().storage_offset(), max(end, part_end)
+                start = int(united.pop().storage_offset())
+                part_end = max(end, part_end)
             size = (part.shape[0], part_end - start)
             united.append(part.as_strided(size, (stride, 1), start))
             end = part_end
