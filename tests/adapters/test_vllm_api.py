@@ -17,8 +17,10 @@ from real_scheduler.vllm_setup import (
     page_size,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import (
     CachedRequestData,
+    KVConnectorBlockState,
     NewRequestData,
     SchedulerOutput,
 )
@@ -27,7 +29,7 @@ from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.connector import CtxOffloadConnector
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import WorkerReport
-from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 
 PAGE_BYTES = page_size(32)
 
@@ -93,6 +95,24 @@ class TestStepEvents:
         output.preempted_req_ids = None
         output.scheduled_cached_reqs = cached(back=([4], 0, True))
         assert vllm_api.step_events(output).preempted == {"back"}
+
+    def test_states_and_copies_of_blocks_are_named(self) -> None:
+        output = SchedulerOutput.make_empty()
+        output.kv_connector_block_state = KVConnectorBlockState(
+            req_ids={"a"},
+            resolve_block_ids=lambda request_id: ([7],),
+            boundary_state_offloads={"a": [(1, 7, 64), (2, 9, 64)]},
+        )
+        output.kv_cache_block_copies = [KVCacheBlockCopy(3, 4), KVCacheBlockCopy(5, 6)]
+        events = vllm_api.step_events(output)
+        assert events.copied_to == (4, 6)
+        assert events.states == {"a": [FinalState(1, 7, 64), FinalState(2, 9, 64)]}
+
+    def test_release_without_either_is_understood(self) -> None:
+        output = SimpleNamespace(**vars(SchedulerOutput.make_empty()))
+        del output.kv_connector_block_state, output.kv_cache_block_copies
+        events = vllm_api.step_events(output)  # type: ignore[arg-type]
+        assert (events.copied_to, events.states) == ((), {})
 
 
 class TestRefusals:

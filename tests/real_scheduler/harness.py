@@ -76,8 +76,9 @@ class Engine:
             types.SimpleNamespace(monotonic=lambda: self.now),
         )
         self.block_size = block_size
+        self.num_drafts: int = setup.get("num_drafts", 0)
         kv_cache_config = make_kv_cache_config(
-            num_blocks, block_size, groups, setup.get("num_drafts", 0)
+            num_blocks, block_size, groups, self.num_drafts
         )
         page_bytes = page_size(block_size)
         per_chunk = (extra or {}).get("blocks_per_chunk", 1)
@@ -102,14 +103,10 @@ class Engine:
         self.controls = Controls()
         connector = self.scheduler.connector
         self.connectors: list[Any] = getattr(connector, "sub_connectors", [connector])
-        self.loads_fail_whole = any(
-            c._loads_fail_whole
-            for c in self.connectors
-            if isinstance(c, CtxOffloadConnector)
-        )
         self.sides: list[SchedulerSide] = [
             c._scheduler for c in self.connectors if isinstance(c, CtxOffloadConnector)
         ]
+        self.loads_fail_whole = self.sides[0]._plan.loads_fail_whole
         self.devices = [
             SimDevice(num_blocks, self.block_size) for _ in range(num_workers)
         ]

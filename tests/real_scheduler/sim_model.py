@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
+from real_scheduler.sim_states import SimStates
 from real_scheduler.sim_worker import Forward, StateForward, TokenView, in_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,8 +20,7 @@ class SimModel:
         self.generation = 0  # of the weights
         self.views: dict[str, TokenView] = {}
         self.num_scheduled: dict[str, int] = {}
-        # Of a request and a group, the place in its table of the state.
-        self._state_index: dict[tuple[str, int], int] = {}
+        self._states = SimStates()
         # Draft tokens for what a request holds, or None without speculation.
         self.make_drafts: Callable[[TokenView], list[int]] | None = None
 
@@ -36,34 +36,50 @@ class SimModel:
         sampled: dict[str, list[int]] = {}
         for request_id, count in output.num_scheduled_tokens.items():
             if request_id in fresh:
-                for group in range(
-                    len(self._scheduler.kv_cache_config.kv_cache_groups)
-                ):
-                    self._state_index.pop((request_id, group), None)
+                self._states.forget(request_id)
                 tokens = self._scheduler.requests[request_id].all_token_ids
                 self.views[request_id] = TokenView(tokens)
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             first = starts[request_id]
-            forwards.extend(self._compute(request_id, first, count, drafts))
+            hashes = self._hashes(request_id, first, count, drafts)
+            forwards.extend(self._attend(request_id, first, hashes))
             sampled[request_id] = self._sample(request_id, first + count, drafts)
+            forwards.extend(
+                self._states.advance(
+                    request_id,
+                    self._scheduler.kv_cache_manager,
+                    self.views[request_id],
+                    first=first,
+                    hashes=hashes,
+                    num_drafts=len(drafts),
+                    num_sampled=len(sampled[request_id]),
+                    generation=self.generation,
+                )
+            )
             total = self.num_scheduled.get(request_id, 0) + count
             self.num_scheduled[request_id] = total
         return forwards, sampled
 
-    def _compute(
+    def _hashes(
         self, request_id: str, first: int, count: int, drafts: list[int]
-    ) -> Iterator[Forward | StateForward]:
-        """Yields the part of each group."""
+    ) -> list[int]:
+        """Returns the prefix hashes of the tokens that are computed."""
         view = self.views[request_id]
         with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
         hashes = with_drafts.prefix_hashes[first : first + count]
         assert len(hashes) == count, f"{request_id} computes tokens that nobody knows"
+        return hashes
+
+    def _attend(
+        self, request_id: str, first: int, hashes: list[int]
+    ) -> Iterator[Forward]:
+        """Yields the part of each attention group."""
+        view = self.views[request_id]
         manager = self._scheduler.kv_cache_manager
         tables = manager.get_block_ids(request_id)
         for group, block_ids in enumerate(tables):
             kind = manager.coordinator.single_type_managers[group]
             if isinstance(kind, MambaManager):
-                yield self._next_state(request_id, group, first, hashes, block_ids)
                 continue
             yield Forward(
                 list(block_ids),
@@ -73,27 +89,6 @@ class SimModel:
                 [in_group(group, value) for value in view.prefix_hashes[:first]],
                 kind.get_num_skipped_tokens(first),
             )
-
-    def _next_state(
-        self,
-        request_id: str,
-        group: int,
-        first: int,
-        hashes: list[int],
-        block_ids: Sequence[int],
-    ) -> StateForward:
-        """Copies the state on into the last block, as `preprocess_mamba` does."""
-        kind = self._scheduler.kv_cache_manager.coordinator.single_type_managers[group]
-        before = self._state_index.get(
-            (request_id, group), (first - 1) // kind.block_size
-        )
-        now = (first + len(hashes) - 1) // kind.block_size
-        self._state_index[request_id, group] = now
-        return StateForward(
-            block_ids[before] if first else None,
-            in_group(group, self.views[request_id].prefix_hashes[first - 1]),
-            [(block_ids[now], (self.generation, in_group(group, hashes[-1])))],
-        )
 
     def _sample(self, request_id: str, end: int, drafts: list[int]) -> list[int]:
         view = self.views[request_id]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from real_scheduler.harness import Engine
+from real_scheduler.sim_worker import TokenView
 from real_scheduler.vllm_setup import STATE, Group
 from vllm.v1.request import Request
 
@@ -38,6 +39,12 @@ class Chaos:
 
     def _fails(self, job: TransferJob, to_host: bool, rank: int) -> bool:
         return self._random.random() < 0.05
+
+    def drafts(self, view: TokenView) -> list[int]:
+        """Returns drafts of which the first ones are right."""
+        count = self._engine.num_drafts
+        answer = self._engine.answer(view.tokens, count)
+        return (answer[: self._random.randrange(count + 1)] + [3] * count)[:count]
 
     def _luck(self, chance: float) -> bool:
         return self._random.random() < chance
@@ -148,6 +155,14 @@ SETUPS: list[dict[str, Any]] = [
         "num_slots": 18,
         "async_scheduling": True,
     },
+    {"groups": (None, STATE), "num_drafts": 3, "num_blocks": 50, "num_slots": 18},
+    {
+        "groups": (Group(70), STATE, Group(times=2)),
+        "num_drafts": 2,
+        "num_blocks": 70,
+        "num_slots": 24,
+        "extra": {"blocks_per_chunk": 2},
+    },
 ]
 
 
@@ -164,6 +179,9 @@ def test_random_schedule_keeps_every_promise(
     extra = {"offload_prompt_only": seed % 2 == 0, **setup.get("extra", {})}
     options = {"num_slots": 9, "num_blocks": 26, "max_num_batched_tokens": 160}
     engine = make_engine(**{**options, **setup, "extra": extra})
-    Chaos(engine, seed).run()
+    chaos = Chaos(engine, seed)
+    if "num_drafts" in setup:
+        engine.model.make_drafts = chaos.drafts
+    chaos.run()
     assert engine.count("loaded_bytes") > 0
     assert engine.count("stored_bytes") > 0

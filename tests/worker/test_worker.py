@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -222,3 +223,37 @@ def test_caches_made_in_inference_mode_are_served(inside: bool) -> None:
     assert finish(worker, 1).failed_block_ids == set()
     assert torch.equal(cache[1], cache[2])
     worker.close()
+
+
+def test_layers_with_several_states_are_served() -> None:
+    pages = torch.rand((NUM_BLOCKS, 40))
+    states = [pages[:, :24].view(NUM_BLOCKS, 4, 6), pages[:, 24:]]
+    worker = OffloadWorker(make_plan(160))
+    worker.register({"attention": pages, "mamba": states}, NUM_BLOCKS)
+    assert worker._pool is not None
+    assert worker._pool.rows.shape[1] == 160
+    worker.start_stores(TransferPlan(stores=(job(0, (1,), (0,)),)))
+    finish(worker, 1)
+    worker.start_loads(TransferPlan(loads=(job(1, (2,), (0,)),)))
+    assert finish(worker, 1).failed_block_ids == set()
+    assert torch.equal(states[0][1], states[0][2])
+    assert torch.equal(states[1][1], states[1][2])
+    worker.close()
+
+
+@pytest.mark.parametrize("writes_early", [True, False])
+def test_where_vllm_writes_early_each_store_is_fenced_at_once(
+    worker: OffloadWorker, writes_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        worker, "_plan", replace(worker._plan, writes_early=writes_early)
+    )
+    fenced: list[int] = []
+    assert worker._transfer is not None
+    monkeypatch.setattr(worker._transfer, "fence", fenced.extend)
+    worker.start_stores(TransferPlan(stores=(job(0, (3,), (5,)), job(1, (4,), (1,)))))
+    assert fenced == ([0, 1] if writes_early else [])
+    fenced.clear()
+    worker.start_stores(TransferPlan())
+    assert fenced == []
+    finish(worker, 2)

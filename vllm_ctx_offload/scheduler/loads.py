@@ -110,6 +110,8 @@ class LoadPlanner:
                 state, keys, group, boundary, num_local_tokens
             )
             pending |= coming
+        if self._all_seeing:
+            state.shared_tokens = boundary * self._chain.tokens_per_span
         agreed = 0
         while boundary and agreed != boundary:
             agreed = boundary

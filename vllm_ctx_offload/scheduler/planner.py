@@ -119,6 +119,13 @@ class Planner:
             state.leave_blocks()
         return self._loads.lookup(state, num_local_tokens, now)
 
+    def shared_tokens(self, request_id: str) -> int:
+        """Returns up to where a request's prompt was met before, at its last lookup.
+
+        A state there would be of use to the next one that shares it.
+        """
+        return self._states[request_id].shared_tokens
+
     def on_allocated(
         self,
         request: RequestView,

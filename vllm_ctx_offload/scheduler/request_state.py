@@ -103,6 +103,8 @@ class RequestOffloadState:
     store_barrier: bool = False
     lease: Lease | None = None
     answer: LookupAnswer | None = None
+    # Past which groups that look at everything can't go on from the last lookup.
+    shared_tokens: int = 0
     load_job_id: int | None = None  # of the load that LOADING waits for
     loading_tokens: int = 0  # that it brings
     load_failed: bool = False  # since it last had no blocks; it is computed then

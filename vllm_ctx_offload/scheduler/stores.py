@@ -119,9 +119,10 @@ class StorePlanner:
             request.num_computed_tokens + num_new_tokens, request.num_tokens
         )
         num_tokens -= lookahead
-        if not state.block_ids:
-            return 0
-        for shape, table in zip(self._plan.groups, state.block_ids, strict=True):
+        groups = self._plan.groups
+        for shape, table in zip(
+            groups, state.block_ids or [[]] * len(groups), strict=True
+        ):
             num_tokens = min(num_tokens, len(table) * shape.tokens_per_block)
         if self._prompt_only:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
