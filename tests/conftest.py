@@ -67,8 +67,10 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Puts what looks at the messages behind the tests that produce them."""
-    marks = config.option.markexpr
-    if config.stash[MISSING] or config.option.keyword or marks not in ("", "not engine"):
+    options = config.option
+    if options.keyword or options.markexpr not in ("", "not engine"):
+        return
+    if config.stash[MISSING]:
         return
     config.stash[PRODUCED] = _record()
     items.sort(
