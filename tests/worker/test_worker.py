@@ -141,16 +141,12 @@ def test_a_failed_load_is_reported_with_its_request_and_blocks(
     }
 
 
-def test_bytes_and_transfers_are_counted_by_direction(worker: OffloadWorker) -> None:
+def test_the_time_of_each_copy_is_taken_by_direction(worker: OffloadWorker) -> None:
     worker.start_stores(TransferPlan(stores=(job(0, (1, 2), (0, 1)),)))
     finish(worker, 1)
-    counts = {tuple(json.loads(k)): v for k, v in worker.stats.take().items()}
-    bytes_per_block = worker._plan.bytes_per_block
-    counts.pop(("transfer_seconds", "store"))
-    assert counts == {
-        ("transferred_bytes", "store"): 2 * bytes_per_block,
-        ("transfers", "store"): 1,
-    }
+    ((key, times),) = worker.stats.take().items()
+    assert json.loads(key) == ["transfer_seconds", "store"]
+    assert len(times) == 1
 
 
 def test_a_fence_makes_its_step_wait(worker: OffloadWorker) -> None:

@@ -151,10 +151,8 @@ class OffloadWorker:
         direction = "store" if result.to_host else "load"
         if not result.ok:
             self.stats.count("transfer_failures", direction)
-            return
-        self.stats.count("transferred_bytes", direction, by=result.num_bytes)
-        self.stats.count("transfer_seconds", direction, by=result.seconds)
-        self.stats.count("transfers", direction)
+        else:
+            self.stats.count("transfer_seconds", direction, by=result.seconds)
 
     def close(self) -> None:
         """Ends all transfers and gives the pool back. May be called twice."""
