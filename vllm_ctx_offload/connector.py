@@ -72,6 +72,19 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         pin = vllm_api.runs_on_cuda(vllm_config)
         logger.info("CtxOffloadConnector plan: %s.", plan.describe(pin))
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Validates the settings early, because vLLM asks this before all else.
+
+        With CUDA graphs, that is: in the API server, minutes before it has loaded the
+        model and makes a connector, so the fault is at the end of the log.
+
+        Raises:
+            ConfigError: a setting is wrong by itself.
+        """
+        parse_config(extra_config)
+        return False  # loads and stores are outside of the graphs
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a lost store is a later cache miss

@@ -74,7 +74,8 @@ class TestConfig:
         self, tmp_path: Path
     ) -> None:
         values = {"block_size": 16}
-        whole = {"kv_connector": "C", "kv_connector_extra_config": values}
+        name = "CtxOffloadConnector"
+        whole = {"kv_connector": name, "kv_connector_extra_config": values}
         path = tmp_path / "extra.json"
         path.write_text(json.dumps(values))
         assert read_extra_config(json.dumps(values)) == values
@@ -87,6 +88,10 @@ class TestConfig:
             ("{", "--extra-config is no JSON: "),
             ("[]", "--extra-config is no JSON object; write '{...}'."),
             ("@nowhere.json", "nowhere.json can't be read"),
+            (
+                '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}',
+                "kv_connector = 'MultiConnector', not 'CtxOffloadConnector'; of a ",
+            ),
         ],
     )
     def test_what_is_no_mapping_is_said(self, text: str, said: str) -> None:
@@ -122,6 +127,16 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "8.00 GiB of host memory available" in printed
         assert "the pool takes 2.00 GiB (CTX_OFFLOAD_DEFAULT_BYTES is set)" in printed
+
+    @pytest.mark.parametrize("role", [{}, {"kv_role": "kv_consumer"}])
+    def test_a_role_that_the_engine_refuses_is_a_fault(
+        self, role: dict[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        whole = {"kv_connector": "CtxOffloadConnector", **role}
+        assert main(["doctor", "--extra-config", json.dumps(whole)]) == 1
+        assert "both stores and loads; set it to 'kv_both'" in capsys.readouterr().out
+        whole["kv_role"] = "kv_both"
+        assert main(["doctor", "--extra-config", json.dumps(whole)]) == 0
 
     def test_the_plan_has_sizes_and_accounts(
         self, model: str, capsys: pytest.CaptureFixture[str]

@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 # Hints that a client got wrong are told of where the request is known.
 _KINDS: Final[Mapping[tuple[str, str], str]] = {
     ("rejected_stores", "full"): (
-        "Chunks could not be stored, because transfers and waiting requests use all of "
-        "the pool that could be evicted; raise cpu_bytes_to_use"
+        "Chunks could not be stored, because transfers, waiting requests and the "
+        "reservations of others use all of the pool that could be evicted; raise "
+        "cpu_bytes_to_use, or lower reservations"
     ),
     ("rejected_stores", "limit"): (
         "Chunks could not be stored, because transfers and waiting requests use all "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from vllm_ctx_offload import CONNECTOR_NAME
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
 from vllm_ctx_offload.cli.doctor_model import KvShape
 from vllm_ctx_offload.config import OffloadConfig, parse_config
@@ -22,6 +23,7 @@ from vllm_ctx_offload.plan import ModelShape, OffloadPlan, resolve_plan
 __all__ = [
     "Engines",
     "check_config",
+    "check_role",
     "check_room",
     "make_plan",
     "plan_as_json",
@@ -70,6 +72,11 @@ def read_extra_config(text: str) -> dict[str, Any]:
     """
     values = read_json(text)
     if isinstance(values, dict) and "kv_connector" in values:
+        if values["kv_connector"] != CONNECTOR_NAME:
+            raise ConfigError(
+                f"--extra-config: kv_connector = '{values['kv_connector']}', not "
+                f"'{CONNECTOR_NAME}'; of a MultiConnector give the part that is ours."
+            )
         values = values.get(_INLINE, {})
     if not isinstance(values, dict):
         raise ConfigError("--extra-config is no JSON object; write '{...}'.")
@@ -77,6 +84,18 @@ def read_extra_config(text: str) -> dict[str, Any]:
 
 
 # ---- faults
+
+
+def check_role(text: str) -> Iterator[Finding]:
+    """Has a whole kv_transfer_config the role that the connector needs?"""
+    values = read_json(text)
+    if "kv_connector" in values and values.get("kv_role") != "kv_both":
+        yield Finding(
+            Level.FAULT,
+            "config",
+            f"kv_transfer_config: kv_role = '{values.get('kv_role')}', but this "
+            "connector both stores and loads; set it to 'kv_both'.",
+        )
 
 
 def check_config(values: Mapping[str, Any]) -> tuple[OffloadConfig | None, list[str]]:
