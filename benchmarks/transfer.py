@@ -73,10 +73,10 @@ def make_rivals(
     if device == "cpu":
         # The same thread does the same bytes another way.
         plain, naive = Plain(layout, pool.rows), Naive(layout, pool.rows)
+        copies = {"contiguous": plain.copy, "ours": None, "naive": naive.copy}
         return {
-            "contiguous": Ours(CpuTransfer(layout, pool.rows, plain.copy)),
-            "ours": Ours(CpuTransfer(layout, pool.rows)),
-            "naive": Ours(CpuTransfer(layout, pool.rows, naive.copy)),
+            name: Ours(CpuTransfer(layout, pool.rows, copy))
+            for name, copy in copies.items()
         }
     rivals: dict[str, Rival] = {"contiguous": Plain(layout, pool.rows)}
     for path in ways:
@@ -238,10 +238,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.layers} layers; GB/s (ratio)")
+    num_threads = torch.get_num_threads()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # also of threads to come; ours copies with one
     cases = []
     for case in sweep(args, args.device):
         cases.append(case)
         show(case)
+    torch.set_num_threads(num_threads)
     result: dict[str, Any] = {"device": name, "torch": torch.__version__}
     result |= {"layers": args.layers, "cases": [case._asdict() for case in cases]}
     result["submission_us"] = submission_us(args.device)

@@ -76,22 +76,14 @@ class _OnStreams:
             self._streams = {way: torch.cuda.Stream() for way in (True, False)}
 
     def copy(
-        self,
-        layout: BlockLayout,
-        pool: torch.Tensor,
-        block_ids: Sequence[int],
-        rows: Sequence[int],
-        *,
-        to_host: bool,
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
     ) -> None:
         raise NotImplementedError
 
     def run(self, job: TransferJob, directions: Sequence[bool]) -> None:
         for to_host in directions:
             with torch.cuda.stream(self._streams[to_host]):
-                self.copy(
-                    self._layout, self._pool, job.block_ids, job.rows, to_host=to_host
-                )
+                self.copy(job.block_ids, job.rows, to_host=to_host)
         for to_host in directions:
             self._streams[to_host].synchronize()
 
@@ -110,15 +102,9 @@ class Plain(_OnStreams):
         self._on_host = pool.view(-1)
 
     def copy(
-        self,
-        layout: BlockLayout,
-        pool: torch.Tensor,
-        block_ids: Sequence[int],
-        rows: Sequence[int],
-        *,
-        to_host: bool,
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
     ) -> None:
-        num_bytes = len(rows) * layout.bytes_per_block
+        num_bytes = len(rows) * self._layout.bytes_per_block
         on_device = self._on_device[:num_bytes]
         on_host = self._on_host[-num_bytes:] if to_host else self._on_host[:num_bytes]
         target, source = (on_host, on_device) if to_host else (on_device, on_host)
@@ -129,17 +115,11 @@ class Naive(_OnStreams):
     """A copy for each block and layer."""
 
     def copy(
-        self,
-        layout: BlockLayout,
-        pool: torch.Tensor,
-        block_ids: Sequence[int],
-        rows: Sequence[int],
-        *,
-        to_host: bool,
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
     ) -> None:
-        for segment in layout.segments:
+        for segment in self._layout.segments:
             end = segment.offset + segment.num_bytes
-            host = pool[:, segment.offset : end].view(layout.word)
+            host = self._pool[:, segment.offset : end].view(self._layout.word)
             for block, row in zip(block_ids, rows, strict=True):
                 ends = (host[row], segment.view[block])
                 target, source = ends if to_host else ends[::-1]
@@ -161,17 +141,11 @@ class _SwapBlocks(_OnStreams):
         ]
 
     def copy(
-        self,
-        layout: BlockLayout,
-        pool: torch.Tensor,
-        block_ids: Sequence[int],
-        rows: Sequence[int],
-        *,
-        to_host: bool,
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
     ) -> None:
         ids = (block_ids, rows) if to_host else (rows, block_ids)
         mapping = torch.tensor(list(zip(*ids, strict=True)), dtype=torch.int64)
-        for segment, host in zip(layout.segments, self._hosts, strict=True):
+        for segment, host in zip(self._layout.segments, self._hosts, strict=True):
             device = segment.view.view(torch.uint8)
             ends = (device, host) if to_host else (host, device)
             self._swap(*ends, segment.num_bytes, mapping)

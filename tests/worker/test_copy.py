@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_ctx_offload.worker.copy import copy_on_cpu, runs_of
+from vllm_ctx_offload.worker.copy import CpuCopy, runs_of
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
-
-# From ATen/TensorIterator.h: a loop over fewer elements is not split over threads.
-GRAIN_ELEMENTS = 32_768
 
 ids = st.integers(0, 40)
 
@@ -79,54 +76,107 @@ def scattered(
     return taken
 
 
-@settings(deadline=None, max_examples=60)
+@st.composite
+def sizes_of_layers(draw: st.DrawFn) -> list[int]:
+    """Sizes of pages, of which neighbours are often alike."""
+    sizes = st.sampled_from([1, 8, 24, 100, 4096, 40_001])
+    runs = draw(st.lists(st.tuples(sizes, st.integers(1, 4)), min_size=1, max_size=3))
+    return [size for size, count in runs for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=100)
 @given(
-    sizes=st.lists(
-        st.sampled_from([1, 8, 24, 100, 4095, 4096, 40_001, 300_000]),
-        min_size=1,
-        max_size=3,
-    ),
+    sizes=sizes_of_layers(),
+    num_parts=st.sampled_from([1, 2]),
+    order=st.sampled_from(["up", "down", "shuffled"]),
+    gap=st.sampled_from([0, 8]),
     count=st.integers(0, 12),
     neighbours=st.sampled_from([0.0, 0.5, 1.0]),
     to_host=st.booleans(),
     rng=st.randoms(use_true_random=False),
 )
 def test_a_batched_copy_equals_a_copy_a_block(
+    *,
     sizes: list[int],
+    num_parts: int,
+    order: str,
+    gap: int,
     count: int,
     neighbours: float,
     to_host: bool,
     rng: random.Random,
 ) -> None:
+    """Wherever the layers lie in memory, and whatever lies between them stays."""
     num_blocks, num_rows = 13, 15
-    caches = {f"l{i}": noise(num_blocks, 1, size) for i, size in enumerate(sizes)}
-    mirrors = {name: cache.clone() for name, cache in caches.items()}
-    layout = derive_layout(caches, num_blocks)
+    lengths = [num_parts * num_blocks * size + gap for size in sizes]
+    places = list(range(len(sizes)))
+    if order == "shuffled":
+        rng.shuffle(places)
+    memory = noise(sum(lengths))
+    mirror = memory.clone()
+
+    def layout_on(flat: torch.Tensor) -> BlockLayout:
+        caches, start = {}, 0
+        for layer in places[::-1] if order == "down" else places:
+            end = start + lengths[layer] - gap
+            view = flat[start:end].view(num_parts, num_blocks, sizes[layer])
+            caches[layer] = view
+            start += lengths[layer]
+        return derive_layout({f"l{i}": caches[i] for i in sorted(caches)}, num_blocks)
+
+    layout = layout_on(memory)
     pool = noise(num_rows, layout.bytes_per_block)
     mirror_pool = pool.clone()
     block_ids = scattered(rng, count, num_blocks, neighbours)
     rows = scattered(rng, count, num_rows, neighbours)
 
-    copy_on_cpu(layout, pool, block_ids, rows, to_host=to_host)
+    CpuCopy(layout, pool)(block_ids, rows, to_host=to_host)
 
-    naive(
-        derive_layout(mirrors, num_blocks),
-        mirror_pool,
-        block_ids,
-        rows,
-        to_host=to_host,
-    )
+    naive(layout_on(mirror), mirror_pool, block_ids, rows, to_host=to_host)
     assert torch.equal(pool, mirror_pool)
-    for name, cache in caches.items():
-        assert torch.equal(cache, mirrors[name])
+    assert torch.equal(memory, mirror)
+
+
+def layers(gaps: Sequence[int], *, parts: int = 1) -> list[torch.Tensor]:
+    """Returns layers of 5 blocks in one memory, so many bytes apart."""
+    flat, start = torch.zeros(sum(gaps) + len(gaps) * parts * 40, dtype=torch.uint8), 0
+    found = []
+    for gap in gaps:
+        start += gap
+        end = start + parts * 40
+        found.append(flat[start:end].view(parts, 5, 8).squeeze(0))
+        start = end
+    return found
+
+
+@pytest.mark.parametrize(
+    ("caches", "shapes"),
+    [
+        (layers([0, 0, 0]), [(5, 1, 3)]),
+        (layers([0, 8, 8, 8]), [(5, 1, 4)]),
+        (layers([0, 8, 8, 8])[::-1], [(5, 1, 4)]),
+        (layers([0, 8, 8], parts=2), [(5, 3, 2)]),
+        (layers([0, 8, 16, 16]), [(5, 1, 2), (5, 1, 2)]),
+        ([*layers([0, 0]), torch.zeros(5, 16)], [(5, 1, 2), (5, 1, 1)]),
+    ],
+    ids=["packed", "spaced", "downwards", "keys and values", "uneven", "unlike"],
+)
+def test_what_lies_evenly_spaced_is_copied_by_one_call(
+    caches: list[torch.Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    layout = derive_layout({f"l{i}": c for i, c in enumerate(caches)}, 5)
+    pool = torch.zeros((7, layout.bytes_per_block), dtype=torch.uint8)
+    ends = CpuCopy(layout, pool)._ends
+    assert [cache.shape[:3] for cache, _ in ends] == shapes
+    assert all(host.shape == (7, *cache.shape[1:]) for cache, host in ends)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the largest tensor that each operation writes."""
+    """Notes the operations of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[str, int] = {}
+        self.names: list[str] = []
 
     def __torch_dispatch__(
         self,
@@ -135,64 +185,19 @@ class Recorder(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in {"copy_", "index_select", "index_copy_"}:
-            # Of `index_copy_` the source counts, not the whole tensor it goes into.
-            moved = args[3] if name == "index_copy_" else result
-            assert isinstance(moved, torch.Tensor)
-            self.sizes[name] = max(self.sizes.get(name, 0), moved.numel())
-        return result
-
-
-BACKWARDS, SHUFFLED, RUNS = "backwards", "shuffled", "runs"
-INDEXED = {"index_select", "index_copy_"}
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-@pytest.mark.parametrize(
-    ("block_bytes", "blocks_are", "rows_are", "stored_by", "loaded_by"),
-    [
-        (64, SHUFFLED, SHUFFLED, INDEXED, INDEXED),
-        (2048, SHUFFLED, SHUFFLED, INDEXED, INDEXED),
-        (4096, SHUFFLED, SHUFFLED, set(), set()),
-        # Slots are neighbours, blocks are not: straight, without a temporary.
-        (64, BACKWARDS, RUNS, {"index_select"}, set()),
-        (65_536, BACKWARDS, RUNS, {"index_select"}, set()),
-        (2048, RUNS, BACKWARDS, set(), {"index_select"}),
-        (64, RUNS, RUNS, set(), set()),
-        (96 * 1024, RUNS, RUNS, set(), set()),
-        (32_768 * 8, RUNS, RUNS, set(), set()),
-        (32_767 * 8, BACKWARDS, RUNS, {"index_select"}, set()),
-        (32_768 * 8, BACKWARDS, RUNS, set(), set()),
-        (32_768 * 24 + 8, SHUFFLED, SHUFFLED, set(), set()),
-    ],
-)
-def test_no_operation_is_large_enough_for_the_models_threads(
-    *,
-    block_bytes: int,
-    blocks_are: str,
-    rows_are: str,
-    stored_by: set[str],
-    loaded_by: set[str],
-    to_host: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_nothing_is_asked_of_torch_which_has_the_models_threads(
+    *, to_host: bool
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    num_blocks = 600 if block_bytes < 100_000 else 20
-    filled = torch.full((num_blocks, block_bytes), int(to_host), dtype=torch.uint8)
-    caches = {"l": filled}
-    layout = derive_layout(caches, num_blocks)
+    filled = torch.full((20, 300_000), int(to_host), dtype=torch.uint8)
     pool = torch.ones_like(filled) - filled
-    order = {RUNS: list(range(num_blocks)), BACKWARDS: list(range(num_blocks))[::-1]}
-    order[SHUFFLED] = [*order[RUNS][1::2], *order[RUNS][::2]]
-    block_ids = order[blocks_are]
-    rows = order[rows_are]
-    if blocks_are == rows_are == SHUFFLED:
-        rows = rows[::-1]
+    copy = CpuCopy(derive_layout({"l": filled}, 20), pool)
     with Recorder() as recorder:
-        copy_on_cpu(layout, pool, block_ids, rows, to_host=to_host)
-    assert set(recorder.sizes) == (stored_by if to_host else loaded_by)
-    assert max(recorder.sizes.values(), default=0) < GRAIN_ELEMENTS
-    stored = pool if to_host else caches["l"]
-    assert torch.equal(stored, torch.ones_like(stored))
+        copy(range(20), range(20), to_host=to_host)
+    assert recorder.names == []
+    assert torch.equal(pool, filled)
+    assert pool.all()

@@ -1,4 +1,4 @@
-"""A copy thread keeps to itself: its cores, and its number of OpenMP threads."""
+"""A copy thread keeps to itself, and memory is near the cores that use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_ctx_offload.worker import copy_thread, numa
-from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores, work_alone
+from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="no affinity on this system"
@@ -24,42 +24,6 @@ def in_thread(call: Callable[[], object]) -> object:
     thread.start()
     thread.join()
     return results[0]
-
-
-def test_working_alone_changes_this_thread_and_no_other() -> None:
-    before = torch.get_num_threads()
-
-    def alone() -> tuple[bool, int]:
-        return work_alone(), torch.get_num_threads()
-
-    worked, count = in_thread(alone)  # type: ignore[misc]
-    assert worked == (count == 1)
-    assert torch.get_num_threads() == before
-    # The default of threads to come is the model's.
-    assert in_thread(torch.get_num_threads) == before
-
-
-def test_without_an_openmp_library_it_says_that_it_is_not_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(copy_thread, "_openmp_runtimes", list)
-    before = torch.get_num_threads()
-    assert in_thread(work_alone) == (before == 1)
-
-
-@pytest.mark.parametrize("path", ["/nowhere/libgomp.so.1", None])
-def test_a_library_that_cannot_be_asked_is_left_out(
-    path: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The second one is loaded, but has no such function.
-    libc = next(
-        line.split()[-1]
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        if "/libc.so" in line or "/libc-" in line or "ld-musl" in line
-    )
-    monkeypatch.setattr(copy_thread, "_openmp_runtimes", lambda: [path or libc])
-    before = torch.get_num_threads()
-    assert in_thread(work_alone) == (before == 1)
 
 
 @needs_affinity

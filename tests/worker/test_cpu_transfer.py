@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker.copy import copy_on_cpu
+from vllm_ctx_offload.worker.copy import CpuCopy
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
 from vllm_ctx_offload.worker.transfer import JobResult
@@ -27,27 +27,22 @@ NUM_BLOCKS = 8
 class GatedCopy:
     """A copy that waits for permission, job by job, and can be told to fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
+        self._copy = CpuCopy(layout, pool)
         self.started: list[tuple[int, ...]] = []
         self.failing: set[tuple[int, ...]] = set()
         self._permits = threading.Semaphore(0)
         self._begun = threading.Semaphore(0)
 
     def __call__(
-        self,
-        layout: BlockLayout,
-        pool: torch.Tensor,
-        block_ids: Sequence[int],
-        rows: Sequence[int],
-        *,
-        to_host: bool,
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
     ) -> None:
         self.started.append(tuple(rows))
         self._begun.release()
         assert self._permits.acquire(timeout=PATIENCE_S)
         if tuple(rows) in self.failing:
             raise RuntimeError("injected")
-        copy_on_cpu(layout, pool, block_ids, rows, to_host=to_host)
+        self._copy(block_ids, rows, to_host=to_host)
 
     def let(self, count: int) -> None:
         self._permits.release(count)
@@ -57,14 +52,24 @@ class GatedCopy:
 
 
 @pytest.fixture
-def copy() -> GatedCopy:
-    return GatedCopy()
+def layout() -> BlockLayout:
+    return derive_layout({"l": torch.zeros((NUM_BLOCKS, 5))}, NUM_BLOCKS)
 
 
 @pytest.fixture
-def transfer(copy: GatedCopy) -> Iterator[CpuTransfer]:
-    layout = derive_layout({"l": torch.zeros((NUM_BLOCKS, 5))}, NUM_BLOCKS)
-    pool = torch.zeros((NUM_BLOCKS, layout.bytes_per_block), dtype=torch.uint8)
+def pool(layout: BlockLayout) -> torch.Tensor:
+    return torch.zeros((NUM_BLOCKS, layout.bytes_per_block), dtype=torch.uint8)
+
+
+@pytest.fixture
+def copy(layout: BlockLayout, pool: torch.Tensor) -> GatedCopy:
+    return GatedCopy(layout, pool)
+
+
+@pytest.fixture
+def transfer(
+    layout: BlockLayout, pool: torch.Tensor, copy: GatedCopy
+) -> Iterator[CpuTransfer]:
     made = CpuTransfer(layout, pool, copy)
     yield made
     copy.let(1000)
@@ -267,7 +272,7 @@ def test_every_job_of_a_random_schedule_is_reported_once(seed: int) -> None:
     failing = {number for number in range(60) if rng.random() < 0.2}
 
     def copy(*args: object, to_host: bool) -> None:
-        if args[3][0] in failing:  # type: ignore[index]
+        if args[1][0] in failing:  # type: ignore[index]
             raise RuntimeError("injected")
 
     layout = derive_layout({"l": torch.zeros((NUM_BLOCKS, 5))}, NUM_BLOCKS)

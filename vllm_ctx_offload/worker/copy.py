@@ -1,26 +1,15 @@
-"""Batched copies between device blocks and host rows."""
+"""Batched copies between the blocks of a cache on the CPU and host rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ctx_offload.worker.kv_layout import BlockLayout, Segment
+from vllm_ctx_offload.worker.kv_layout import BlockLayout
 
-__all__ = ["Run", "copy_on_cpu", "runs_of"]
-
-# PyTorch splits a copy over the OpenMP threads from this many elements on. Those
-# threads belong to the model: a copy that stays below runs on the calling thread.
-_GRAIN_ELEMENTS = 32_768
-# Below this many bytes for one run, a call a run costs more than an indexed copy.
-_MIN_RUN_BYTES = 4096
-# From this many neighbours on, one operation a run is worth its call.
-_LONG_RUN = 8
-# What an indexed copy through a temporary takes at once, to stay in the caches.
-_COPY_BYTES = 256 * 1024
+__all__ = ["CpuCopy", "Run", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -46,123 +35,84 @@ def runs_of(block_ids: Sequence[int], rows: Sequence[int]) -> Iterator[Run]:
         start = index
 
 
-def copy_on_cpu(
-    layout: BlockLayout,
-    pool: torch.Tensor,
-    block_ids: Sequence[int],
-    rows: Sequence[int],
-    *,
-    to_host: bool,
-) -> None:
-    """Copies blocks to rows (`to_host`) or rows to blocks, and returns when done.
+# Arrays of numpy that lie alike: [blocks, ..., words] and [rows, ..., words].
+_Ends = tuple[Any, Any]
+
+
+class CpuCopy:
+    """Copies blocks to rows and back, on the calling thread alone.
+
+    [Note: few calls]
+    The keys and values of a layer, and the layers themselves, lie evenly spaced in
+    memory for most models: they are one dimension each of an array, so that one call
+    copies all of a block. A call takes about as long as a copy of 4 KiB.
+    The arrays are numpy's: assigning one to another is a memcpy a page on this thread.
+    PyTorch shares large copies out to the model's threads, takes twice as long for
+    small ones, and has no negative strides, as for layers that lie below one another.
 
     Args:
         layout: of the cache, on the CPU.
         pool: uint8 [num_rows, bytes_per_row], on the CPU.
-        block_ids: blocks of the cache.
-        rows: as many rows of the pool; the i-th block and the i-th row.
-        to_host: the direction.
     """
-    if not rows:
-        return
-    job = _Pairs(block_ids, rows) if to_host else _Pairs(rows, block_ids)
-    for segment in layout.segments:
-        end = segment.offset + segment.num_bytes
-        host = pool[:, segment.offset : end].view(layout.word)
-        source, target = (segment.view, host) if to_host else (host, segment.view)
-        _way(job, segment)(source, target, job)
+
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
+        self._tensors = layout, pool  # keeps alive what the arrays point to
+        ends = []
+        for segment in layout.segments:
+            end = segment.offset + segment.num_bytes
+            host = pool[:, segment.offset : end].view(layout.word)
+            ends.append((segment.view.numpy(), host.numpy()))
+        self._ends = _stacked(_stacked(ends))  # keys and values, then layers
+
+    def __call__(
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
+    ) -> None:
+        """Returns when the i-th block is in the i-th row (`to_host`), or vice versa."""
+        for block, row, length in runs_of(block_ids, rows):
+            # A single index makes a view of one dimension less, which is quicker.
+            blocks = block if length == 1 else slice(block, block + length)
+            places = row if length == 1 else slice(row, row + length)
+            for cache, host in self._ends:
+                if to_host:
+                    host[places] = cache[blocks]
+                else:
+                    cache[blocks] = host[places]
 
 
-class _Pairs:
-    """What one job reads and writes, and what of it are neighbours."""
+def _stacked(ends: Sequence[_Ends]) -> list[_Ends]:
+    """Returns what follows one another evenly spaced as one with one dimension more.
 
-    def __init__(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._sources = sources
-        self._targets = targets
-        self.runs = list(runs_of(sources, targets))  # neighbours on both sides
-
-    @cached_property
-    def sources(self) -> torch.Tensor:
-        return torch.tensor(self._sources, dtype=torch.int64)
-
-    @cached_property
-    def targets(self) -> torch.Tensor:
-        return torch.tensor(self._targets, dtype=torch.int64)
-
-    @cached_property
-    def source_runs(self) -> list[Run]:
-        """Neighbours to read; `row` counts the pairs."""
-        return list(runs_of(self._sources, range(len(self._sources))))
-
-    @cached_property
-    def target_runs(self) -> list[Run]:
-        """Neighbours to write; `row` counts the pairs."""
-        return list(runs_of(self._targets, range(len(self._targets))))
-
-    def mean(self, runs: list[Run]) -> float:
-        return len(self._sources) / len(runs)
-
-
-_Way = Callable[[torch.Tensor, torch.Tensor, _Pairs], None]
-
-
-def _way(job: _Pairs, segment: Segment) -> _Way:
-    """Returns the quickest way for blocks of this size, as benchmarks/transfer.py saw.
-
-    Both sides in runs: slices. One side in runs, as when slots are neighbours and
-    blocks are not: one indexed operation a run, straight from source to target.
-    Neither: slices where blocks are large enough for a call each.
-    A block so large that torch would share it out is always a slice.
+    The new dimension is the second, also where its size is 1.
     """
-    run_bytes = segment.num_bytes * job.mean(job.runs)
-    if len(job.runs) == 1 or segment.view.shape[1] >= _GRAIN_ELEMENTS:
-        return _slices
-    if job.mean(job.runs) >= _LONG_RUN and run_bytes >= _MIN_RUN_BYTES:
-        return _slices
-    if job.mean(job.target_runs) >= _LONG_RUN:
-        return _gather
-    if job.mean(job.source_runs) >= _LONG_RUN:
-        return _scatter
-    return _slices if run_bytes >= _MIN_RUN_BYTES else _through_a_copy
-
-
-# Through numpy a slice is one memcpy on this thread; PyTorch would share longer ones
-# out to the model's threads, and takes twice as long for short ones.
-def _slices(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
-    read, written = source.numpy(), target.numpy()
-    for first, second, length in job.runs:
-        if length == 1:
-            written[second] = read[first]
+    stacks: list[list[_Ends]] = []
+    for pair in ends:
+        if stacks and all(map(_continues, zip(*stacks[-1], strict=True), pair)):
+            stacks[-1].append(pair)
         else:
-            written[second : second + length] = read[first : first + length]
+            stacks.append([pair])
+    return [
+        (_stack([cache for cache, _ in stack]), _stack([host for _, host in stack]))
+        for stack in stacks
+    ]
 
 
-def _gather(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
-    at_once = _blocks_at_once(source)
-    for first, pair, length in job.target_runs:
-        for start in range(0, length, at_once):
-            count = min(at_once, length - start)
-            index = job.sources[pair + start : pair + start + count]
-            out = target[first + start : first + start + count]
-            torch.index_select(source, 0, index, out=out)
+def _continues(stack: Sequence[Any], array: Any) -> bool:
+    """Returns whether an array is like those before and as far from the last one."""
+    last = stack[-1]
+    if (array.shape, array.strides) != (last.shape, last.strides):
+        return False
+    return len(stack) == 1 or _step(last, array) == _step(stack[-2], last)
 
 
-# `index_copy_` copies element by element and takes half as long again.
-def _scatter(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
-    read, written, index = source.numpy(), target.numpy(), job.targets.numpy()
-    for first, pair, length in job.source_runs:
-        written[index[pair : pair + length]] = read[first : first + length]
+def _stack(arrays: Sequence[Any]) -> Any:
+    from numpy.lib.stride_tricks import as_strided  # a GPU is served without numpy
+
+    first = arrays[0]
+    step = _step(first, arrays[1]) if len(arrays) > 1 else 0
+    shape = (first.shape[0], len(arrays), *first.shape[1:])
+    return as_strided(first, shape, (first.strides[0], step, *first.strides[1:]))
 
 
-def _through_a_copy(source: torch.Tensor, target: torch.Tensor, job: _Pairs) -> None:
-    at_once = min(_blocks_at_once(source), _COPY_BYTES // source[0].nbytes + 1)
-    pairs = torch.stack((job.sources, job.targets))
-    for sources, targets in torch.split(pairs, at_once, dim=1):
-        target.index_copy_(0, targets, source.index_select(0, sources))
-
-
-def _blocks_at_once(segment: torch.Tensor) -> int:
-    """Returns how many blocks a copy may take that stays off the OpenMP threads."""
-    if torch.get_num_threads() == 1:  # of the calling thread, see copy_thread.py
-        return segment.shape[0]
-    return max((_GRAIN_ELEMENTS - 1) // segment.shape[1], 1)
+def _step(first: Any, second: Any) -> int:
+    addresses = [one.__array_interface__["data"][0] for one in (first, second)]
+    return int(addresses[1] - addresses[0])

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker.copy import copy_on_cpu
-from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores, work_alone
+from vllm_ctx_offload.worker.copy import CpuCopy
+from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
 from vllm_ctx_offload.worker.transfer import JobResult, check_job
 
@@ -44,11 +44,11 @@ class CpuTransfer:
         self,
         layout: BlockLayout,
         pool: torch.Tensor,
-        copy: Callable[..., None] = copy_on_cpu,
+        copy: Callable[..., None] | None = None,
     ) -> None:
         self._layout = layout
         self._pool = pool
-        self._copy = copy
+        self._copy = copy or CpuCopy(layout, pool)
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
         self._queue: deque[_Submitted] = deque()
@@ -100,7 +100,6 @@ class CpuTransfer:
     @torch.inference_mode()
     def _run(self) -> None:
         leave_the_models_cores()
-        work_alone()
         while (submitted := self._next()) is not None:
             self._finish(submitted, ok=self._try_copy(submitted))
         with self._changed:
@@ -118,13 +117,7 @@ class CpuTransfer:
         job = submitted.job
         try:
             check_job(job, self._layout.num_blocks, self._pool.shape[0])
-            self._copy(
-                self._layout,
-                self._pool,
-                job.block_ids,
-                job.rows,
-                to_host=submitted.to_host,
-            )
+            self._copy(job.block_ids, job.rows, to_host=submitted.to_host)
         except Exception:
             # The contract of this class: a failed copy is a result.
             logger.exception("Transfer job %d failed.", job.job_id)
