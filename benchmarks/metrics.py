@@ -91,7 +91,7 @@ class Engine:
         config = parse_config({"tenants": {name: {} for name in self.tenants}})
         with patch.object(scheduler_side, "OffloadStats", stats_cls):
             self.side = SchedulerSide(
-                config, OffloadPlan(16, 1, 1, 2**16, 1, NUM_SLOTS)
+                config, OffloadPlan((GroupShape(16),), 1, 16, 2**16, 1, NUM_SLOTS)
             )
         self.worker = stats_cls()
         self.degraded = DegradationLog()
