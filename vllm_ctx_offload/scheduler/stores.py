@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob
@@ -14,6 +14,9 @@ from vllm_ctx_offload.scheduler.request_state import NULL_BLOCK, RequestOffloadS
 from vllm_ctx_offload.stats import OffloadStats
 
 __all__ = ["FinalState", "StorePlanner"]
+
+# The part by which a chain has to grow before it is offered again.
+_GROWTH: Final = 64
 
 
 class FinalState(NamedTuple):
@@ -41,6 +44,7 @@ class StorePlanner:
         self._jobs = jobs
         self._stats = stats
         self._prompt_only = prompt_only
+        self._frees_early = not all(group.looks_at_all for group in plan.groups)
 
     def plan_store(
         self,
@@ -65,7 +69,7 @@ class StorePlanner:
         shape, lookahead = self._chain, self._plan.draft_lookahead
         num_tokens = self._num_storable(state, num_new_tokens, lookahead)
         num_spans = num_tokens // shape.tokens_per_span
-        if num_spans <= state.num_offered and not states:
+        if not states and not self._has_grown(state, num_spans, num_new_tokens == 0):
             return None
         if states:  # drafts are nothing to them
             num_tokens = self._num_storable(state, num_new_tokens, 0)
@@ -78,6 +82,22 @@ class StorePlanner:
         job = self._offer(state, keys, num_spans)
         self._show(state, [final._replace(block_id=NULL_BLOCK) for final in states])
         return job
+
+    def _has_grown(
+        self, state: RequestOffloadState, num_spans: int, at_its_end: bool
+    ) -> bool:
+        """Whether a chain is worth to be offered again, which costs by its length.
+
+        While a request decodes, chains of n chunks wait for n/64 more, or for its end;
+        so a chunk costs the same however long the chain is. Not where blocks are freed
+        before the end: they could not be stored later.
+        """
+        if at_its_end or self._frees_early or num_spans <= state.num_offered:
+            return num_spans > state.num_offered
+        num_in_prompt = state.request.num_prompt_tokens // self._chain.tokens_per_span
+        if state.num_offered < num_in_prompt:
+            return True
+        return num_spans - state.num_offered >= state.num_offered / _GROWTH
 
     def _show(self, state: RequestOffloadState, states: Sequence[FinalState]) -> None:
         """Puts states into the tables; only there can they be stored."""
