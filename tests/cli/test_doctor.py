@@ -90,7 +90,7 @@ class TestConfig:
             ("@nowhere.json", "nowhere.json can't be read"),
             (
                 '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}',
-                "kv_connector = 'MultiConnector', not 'CtxOffloadConnector'; of a ",
+                "'CtxOffloadConnector'; of a MultiConnector give the part that is ours",
             ),
         ],
     )

@@ -6,6 +6,7 @@ import functools
 import http.server
 import io
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -399,3 +400,20 @@ def test_live_into_a_pipe_is_a_table_for_each_reading_at_once(
     assert main(["top", "host:8000"]) == 0
     assert written == [1, 2]
     assert "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_goes_away_ends_it_without_a_traceback(
+    server: str, more: list[str]
+) -> None:
+    program = "import sys; from vllm_ctx_offload.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "top", server, "--interval", "0.01"]
+    with subprocess.Popen(
+        [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -22,8 +22,8 @@ _KINDS: Final[Mapping[tuple[str, str], str]] = {
         "cpu_bytes_to_use, or lower reservations"
     ),
     ("rejected_stores", "limit"): (
-        "Chunks could not be stored, because transfers and waiting requests use all "
-        "that their tenant may hold; raise its limit"
+        "Chunks could not be stored, because transfers, waiting requests and the rest "
+        "of their prompt use all that their tenant may hold; raise its limit"
     ),
     ("transfer_failures", "load"): (
         "A copy from host memory to the device failed; vLLM computes the tokens instead"
