@@ -70,6 +70,12 @@ METRICS: Final[Mapping[str, Metric]] = {
         "Chunks of `tenant` evicted to make room for chunks of `by`. High: the pool is "
         "small for the traffic; by another tenant: what exceeds its reservation goes.",
     ),
+    "reservation_breaches": Metric(
+        "counter",
+        ("tenant",),
+        "Chunks that others took of a tenant that was within its reservation and had "
+        "not released them. Never shown but after a fault. High: report it.",
+    ),
     "rejected_stores": Metric(
         "counter",
         ("tenant", "reason"),
