@@ -4,7 +4,10 @@ While a tool runs, the agent's context waits in host memory. `expected_reuse_s` 
 when it will be needed again, so contexts that are back soon outlast those that are not.
 A tool that takes minutes gets a priority too, because priority comes before estimates.
 
-    python examples/agent_tool_calls.py --base-url http://localhost:8000/v1 --steps 4
+    python examples/agent_tool_calls.py --steps 4 --tool-seconds 20
+
+What it waits for shows when other traffic needs the device cache meanwhile, such as
+`batch_no_store.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ def hints_before_a_call(took: list[float]) -> dict[str, Any]:
     return hints
 
 
-def tool() -> str:
+def tool(seconds: float) -> str:
     """Stands for a search, a test run, a person who has to agree."""
-    time.sleep(1)
+    time.sleep(seconds)
     return "42"
 
 
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--model", help="default: the first that the server has")
     parser.add_argument("--tenant", default="default")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tool-seconds", type=float, default=1)
     args = parser.parse_args()
     client = OpenAI(base_url=args.base_url, api_key=args.api_key)
     model = args.model or client.models.list().data[0].id
@@ -60,7 +64,10 @@ def main() -> None:
             max_tokens=32,
             extra_body={"kv_transfer_params": {"ctx": {**ctx, **hints}}},
         )
-        receipt = (completion.model_extra or {})["kv_transfer_params"]["ctx"]
+        params = (completion.model_extra or {}).get("kv_transfer_params")
+        if not params:
+            raise SystemExit("No receipt: the server has no CtxOffloadConnector.")
+        receipt = params["ctx"]
         print(f"{hints}: the device lacked {receipt['lookup_tokens']} tokens, ", end="")
         print(f"host memory had {receipt['loaded_tokens']}")
         answer = completion.choices[0].message.content or ""
@@ -68,7 +75,8 @@ def main() -> None:
         if not is_last:
             began = time.monotonic()
             # Where the server parses tool calls this is a message of the role "tool".
-            messages.append({"role": "user", "content": f"The tool says: {tool()}"})
+            said = f"The tool says: {tool(args.tool_seconds)}"
+            messages.append({"role": "user", "content": said})
             took.append(time.monotonic() - began)
 
 

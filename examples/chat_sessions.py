@@ -2,14 +2,17 @@
 
 Two conversations take turns. Every request names its session, so that closing a chat
 can release what only that chat has used; chats left open simply grow old. While the
-device still holds a chat, nothing has to be loaded: see it with other traffic between.
+device still holds a chat, nothing has to be loaded: to see loads, let
+`batch_no_store.py` run beside it with more than the device cache holds, and wait
+between the turns, as people do:
 
-    python examples/chat_sessions.py --base-url http://localhost:8000/v1 --tenant acme
+    python examples/chat_sessions.py --tenant acme --pause 20
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 from openai import OpenAI
@@ -49,7 +52,10 @@ class Chat:
             extra_body={"kv_transfer_params": {"ctx": {**self._ctx, **hints}}},
         )
         prompt_tokens = answer.usage.prompt_tokens if answer.usage else 0
-        receipt = (answer.model_extra or {})["kv_transfer_params"]["ctx"]
+        params = (answer.model_extra or {}).get("kv_transfer_params")
+        if not params:
+            raise SystemExit("No receipt: the server has no CtxOffloadConnector.")
+        receipt = params["ctx"]
         device_tokens = prompt_tokens - receipt["lookup_tokens"]
         came_from = f"{prompt_tokens} prompt tokens: {device_tokens} from the device, "
         came_from += f"{receipt['loaded_tokens']} from host memory"
@@ -63,11 +69,13 @@ def main() -> None:
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", help="default: the first that the server has")
     parser.add_argument("--tenant", default="default")
+    parser.add_argument("--pause", type=float, default=0, help="seconds between turns")
     args = parser.parse_args()
     client = OpenAI(base_url=args.base_url, api_key=args.api_key)
     model = args.model or client.models.list().data[0].id
     chats = {name: Chat(client, model, args.tenant, name) for name in QUESTIONS}
-    for turn in zip(*QUESTIONS.values(), strict=True):
+    for number, turn in enumerate(zip(*QUESTIONS.values(), strict=True)):
+        time.sleep(args.pause if number else 0)
         for (name, chat), question in zip(chats.items(), turn, strict=True):
             answer, came_from = chat.ask(question)
             print(f"{name}: {question} {answer!r}\n  {came_from}")

@@ -26,6 +26,7 @@ from starlette.background import BackgroundTask
 PATHS = ("completions", "chat/completions", "responses", "messages")
 # Hints that a client may give. What they can do is bounded by the tenant's account.
 HINTS = ("session", "priority", "ttl_s", "expected_reuse_s", "release", "receipt")
+HINTS += ("store", "load")  # to opt out; a tenant's own switches can't be overruled
 
 
 def with_tenant(body: Mapping[str, Any], tenant: str) -> dict[str, Any]:
@@ -50,6 +51,11 @@ def make_app(keys: Mapping[str, str], vllm: httpx.AsyncClient) -> FastAPI:
             raise HTTPException(401, "unknown API key")
         return keys[key]
 
+    @app.get("/v1/models")
+    async def models(request: Request) -> StreamingResponse:
+        tenant_of(request)
+        return await pass_on(vllm, vllm.build_request("GET", "/v1/models"))
+
     @app.post("/v1/{path:path}")
     async def forward(path: str, request: Request) -> StreamingResponse:
         tenant = tenant_of(request)
@@ -61,21 +67,24 @@ def make_app(keys: Mapping[str, str], vllm: httpx.AsyncClient) -> FastAPI:
             raise HTTPException(400, "no JSON") from None
         if not isinstance(body, dict):
             raise HTTPException(400, "no JSON object")
-        upstream = vllm.build_request(
-            "POST", f"/v1/{path}", json=with_tenant(body, tenant)
-        )
-        try:
-            answer = await vllm.send(upstream, stream=True)
-        except httpx.TransportError as error:
-            raise HTTPException(502, "vLLM does not answer") from error
-        return StreamingResponse(
-            answer.aiter_bytes(),
-            answer.status_code,
-            media_type=answer.headers.get("content-type"),
-            background=BackgroundTask(answer.aclose),
-        )
+        body = with_tenant(body, tenant)
+        return await pass_on(vllm, vllm.build_request("POST", f"/v1/{path}", json=body))
 
     return app
+
+
+async def pass_on(vllm: httpx.AsyncClient, request: httpx.Request) -> StreamingResponse:
+    """Returns vLLM's answer to a request as it comes."""
+    try:
+        answer = await vllm.send(request, stream=True)
+    except httpx.TransportError as error:
+        raise HTTPException(502, "vLLM does not answer") from error
+    return StreamingResponse(
+        answer.aiter_bytes(),
+        answer.status_code,
+        media_type=answer.headers.get("content-type"),
+        background=BackgroundTask(answer.aclose),
+    )
 
 
 def main() -> None:

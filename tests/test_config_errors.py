@@ -196,7 +196,8 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(
 def test_an_unknown_key_like_no_other_is_an_error_with_all_names(key: Any) -> None:
     """CASES 42."""
     names = ", ".join(OffloadConfig.model_fields)
-    assert sentence({key: 1}) == f"{WHERE}: unknown key '{key}'; use {names}."
+    text = sentence({key: 1})
+    assert text == f"{WHERE}: unknown key '{key}'; remove it, or use {names}."
 
 
 @pytest.mark.parametrize("key", ["reservd", "re.served"])
@@ -210,7 +211,7 @@ def test_an_unknown_tenant_field_is_an_error_with_the_nearest_name(key: str) -> 
 def test_an_unknown_tenant_field_like_no_other_is_an_error_with_all_names() -> None:
     names = ", ".join(TenantConfig.model_fields)
     assert sentence({"tenants": {"acme": {"[key]": 1}}}) == (
-        f"{WHERE}: tenants.acme: unknown key '[key]'; use {names}."
+        f"{WHERE}: tenants.acme: unknown key '[key]'; remove it, or use {names}."
     )
 
 

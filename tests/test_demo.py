@@ -22,7 +22,7 @@ from examples.conversations import (
 from examples.report import Outcome, Served
 from tools import local_vllm
 from vllm_ctx_offload.config import parse_config
-from vllm_ctx_offload.plan import ModelShape, OffloadPlan, resolve_plan
+from vllm_ctx_offload.plan import GroupShape, ModelShape, OffloadPlan, resolve_plan
 
 METRICS = """\
 # HELP vllm:prompt_tokens_by_source_total Prompt tokens by source.
@@ -225,7 +225,7 @@ def plan_of(options: list[str], dtype: str) -> tuple[OffloadPlan, dict[str, int]
     extra_config = transfer_config(options)["kv_connector_extra_config"]
     config = parse_config(extra_config)
     block_bytes = 32 * 30 * 2 * 3 * 64 * {"bfloat16": 2, "float32": 4}[dtype]
-    plan = resolve_plan(config, ModelShape(32, 32, block_bytes, 96, 1))
+    plan = resolve_plan(config, ModelShape((GroupShape(32),), 32, block_bytes, 96, 1))
     reserved = {
         name: account.reserved.resolve(plan.total_bytes) // block_bytes
         for name, account in config.tenants.items()

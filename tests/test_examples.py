@@ -36,6 +36,8 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[dict[str, Any]] = []
+        receipt = {"lookup_tokens": 120, "loaded_tokens": 96}
+        self.receipt: dict[str, Any] | None = {"ctx": receipt}
 
     @property
     def url(self) -> str:
@@ -60,8 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         completion = {"id": "1", "object": "chat.completion", "created": 0}
         completion |= {"model": "fake", "choices": [choice]}
         usage = {"prompt_tokens": 200, "completion_tokens": 1, "total_tokens": 201}
-        receipt = {"lookup_tokens": 120, "loaded_tokens": 96}
-        completion |= {"usage": usage, "kv_transfer_params": {"ctx": receipt}}
+        receipt = self.server.receipt
+        completion |= {"usage": usage, "kv_transfer_params": receipt}
         self.answer(completion)
 
     def answer(self, value: dict[str, Any]) -> None:
@@ -118,6 +120,25 @@ class TestScripts:
         said = "200 prompt tokens: 80 from the device, 96 from host memory"
         assert capsys.readouterr().out.count(said) == 6
 
+    def test_chats_pause_between_their_turns_only(
+        self, arguments: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chat = load("chat_sessions")
+        waited: list[float] = []
+        monkeypatch.setattr(chat.time, "sleep", waited.append)
+        arguments("--pause", "20")
+        chat.main()
+        assert waited == [0, 20, 20]
+
+    @pytest.mark.parametrize("name", ["chat_sessions", "agent_tool_calls"])
+    def test_a_server_without_the_connector_is_a_sentence(
+        self, server: FakeServer, arguments: Any, name: str
+    ) -> None:
+        server.receipt = None
+        arguments()
+        with pytest.raises(SystemExit, match=r"^No receipt: the server has no Ctx"):
+            load(name).main()
+
     def test_agents_estimate_what_their_tool_takes(
         self,
         server: FakeServer,
@@ -126,10 +147,12 @@ class TestScripts:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         agent = load("agent_tool_calls")
-        monkeypatch.setattr(agent, "tool", lambda: "42")
-        arguments("--steps", "2")
+        waited: list[float] = []
+        monkeypatch.setattr(agent, "tool", waited.append)
+        arguments("--steps", "2", "--tool-seconds", "7")
         agent.main()
         first, second, last = server.contexts
+        assert waited == [7, 7]
         assert first["expected_reuse_s"] == 10
         assert second["expected_reuse_s"] < 10
         assert last["release"] is True
@@ -177,7 +200,7 @@ class TestScripts:
     @pytest.mark.parametrize("name", SCRIPTS)
     def test_they_are_short(self, name: str) -> None:
         text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-        assert len(text.splitlines()) < 80
+        assert len(text.splitlines()) < 90
 
 
 # ---- gateway
@@ -200,7 +223,7 @@ class TestGateway:
         def vllm(request: httpx.Request) -> httpx.Response:
             if request.url.path.endswith("responses"):
                 raise httpx.ConnectError("down")
-            seen.append((request.url.path, json.loads(request.content)))
+            seen.append((request.url.path, json.loads(request.content or b"null")))
             return httpx.Response(418, text="data: 1\n\n", headers={"x": "y"})
 
         upstream = httpx.AsyncClient(
@@ -216,9 +239,10 @@ class TestGateway:
             (None, {"tenant": "acme"}),
             ({"ctx": {"tenant": "zeta"}}, {"tenant": "acme"}),
             (
-                {"ctx": {"tenant": "zeta", "session": "s", "load": True}},
+                {"ctx": {"tenant": "zeta", "session": "s", "decode_priority": 9}},
                 {"tenant": "acme", "session": "s"},
             ),
+            ({"ctx": {"store": False}}, {"tenant": "acme", "store": False}),
             ({"ctx": ["session"], "remote_engine_id": "x"}, {"tenant": "acme"}),
             ("text", {"tenant": "acme"}),
         ],
@@ -239,6 +263,15 @@ class TestGateway:
         key = {"x-api-key": "sk-1"}
         assert client.post("/v1/messages", json={}, headers=key).status_code == 418
         assert seen[0][1]["kv_transfer_params"] == {"ctx": {"tenant": "acme"}}
+
+    def test_our_examples_can_ask_it_for_the_model(
+        self, client: Any, seen: list[Any]
+    ) -> None:
+        assert client.get("/v1/models").status_code == 418
+        assert seen == [("/v1/models", None)]
+        wrong = {"authorization": "Bearer sk-2"}
+        assert client.get("/v1/models", headers=wrong).status_code == 401
+        assert len(seen) == 1
 
     @pytest.mark.parametrize(
         ("path", "key", "content", "status"),

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from vllm_ctx_offload import memory
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.errors import ConfigError
-from vllm_ctx_offload.plan import ModelShape, OffloadPlan, resolve_plan
+from vllm_ctx_offload.plan import GroupShape, ModelShape, OffloadPlan, resolve_plan
 
 WHERE = "kv_connector_extra_config"
 SHAPE = ModelShape(
-    tokens_per_block=16,
+    groups=(GroupShape(16),),
     tokens_per_hash=16,
     bytes_per_block=1_000,
     num_device_blocks=500,
@@ -31,14 +31,14 @@ def plan_for(shape: ModelShape = SHAPE, **extra_config: Any) -> OffloadPlan:
 def test_a_plan_divides_the_pool_into_chunks_over_all_workers() -> None:
     plan = plan_for(cpu_bytes_to_use=99_999, blocks_per_chunk=4)
     assert plan == OffloadPlan(
-        tokens_per_block=16,
+        groups=(GroupShape(16),),
         blocks_per_chunk=4,
-        hashes_per_chunk=4,
+        tokens_per_hash=16,
         bytes_per_block=1_000,
         num_workers=2,
         num_slots=12,
     )
-    assert (plan.tokens_per_chunk, plan.bytes_per_chunk) == (64, 8_000)
+    assert (plan.tokens_per_chunk(0), plan.bytes_per_chunk) == (64, 8_000)
     assert (plan.num_rows, plan.bytes_per_worker, plan.total_bytes) == (
         48,
         48_000,
@@ -62,10 +62,23 @@ def test_a_chunk_is_one_block_or_as_many_as_configured(
     assert plan.blocks_per_chunk == blocks_per_chunk
 
 
-def test_blocks_of_several_hashes_make_chunks_of_more() -> None:
-    shape = ModelShape(64, 16, 1_000, 500, 1)
-    plan = plan_for(shape, cpu_bytes_to_use=10**6, blocks_per_chunk=2)
-    assert (plan.hashes_per_chunk, plan.tokens_per_chunk) == (8, 128)
+def test_chunks_of_all_groups_end_where_the_largest_do() -> None:
+    shape = dataclasses.replace(
+        SHAPE, groups=(GroupShape(16), GroupShape(64, window=100), GroupShape(32))
+    )
+    plan = plan_for(shape, cpu_bytes_to_use=140_000, block_size=128)
+    assert (plan.blocks_per_chunk, plan.tokens_per_span) == (2, 128)
+    assert [plan.tokens_per_chunk(group) for group in range(3)] == [32, 128, 64]
+    assert plan.chunks_per_span == (4, 1, 2)
+    assert plan.num_slots == 35
+    assert plan.worth_in_tokens(35) == 5 * 128
+    assert plan.describe(pin=False).startswith(
+        "chunks of 32 or 64 or 128 tokens in 3 groups (3.91 KiB), 35 slots for 640 t"
+    )
+    with pytest.raises(
+        ConfigError, match=r"no multiple .* block of 64 tokens; use 128"
+    ):
+        plan_for(shape, cpu_bytes_to_use=10**6, block_size=96)
 
 
 @pytest.mark.parametrize(("block_size", "nearest"), [(24, 32), (8, 16), (63, 64)])
@@ -150,7 +163,7 @@ def test_a_plan_never_takes_more_than_was_given_nor_wastes_a_chunk(
     pool_bytes: int, blocks_per_chunk: int, bytes_per_block: int, num_workers: int
 ) -> None:
     """CASES 35, as far as the plan goes."""
-    shape = ModelShape(16, 16, bytes_per_block, 500, num_workers)
+    shape = ModelShape((GroupShape(16),), 16, bytes_per_block, 500, num_workers)
     try:
         plan = plan_for(
             shape, cpu_bytes_to_use=pool_bytes, blocks_per_chunk=blocks_per_chunk

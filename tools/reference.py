@@ -279,7 +279,8 @@ _WRONG: Final = """\
 A bad value is ignored on its own, and its field has its default; numbers out of range
 are clamped. Each is counted in
 `vllm:ctx_offload_hints_rejected_total{field, reason}` and logged once per field and
-reason. Nothing that a client sends stops the engine or fails a request.
+reason. Nothing that a client sends stops the engine, and no field fails a request;
+`kv_transfer_params` that are no object are refused by vLLM itself, with 400.
 """
 _RECEIPTS: Final = """\
 ### Receipts

@@ -205,7 +205,7 @@ _POLICY_KEYS: Final = ("tenants", "tenant_from", "max_protected", "load_wait_ms"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Of a tenant that is declared twice YAML would silently take the last."""
+    """YAML, and so JSON; of a name that is declared twice YAML would take the last."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -219,15 +219,17 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _read_policy_file(path: Path) -> dict[str, Any]:
     try:
-        # YAML is a superset of JSON: one parser reads both.
         text = path.read_text(encoding="utf-8")
         policy = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     # ValueError: bytes that are no UTF-8, a path with a NUL, a date that is none.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = str(error).replace("\n", " ")
+        why = str(error).replace("\n", " ")
+        fix = "give the path of a YAML or JSON file that every vLLM process can read"
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+            why = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+            fix = 'mend that line, or the one before; names such as "*" need quotes'
         raise ConfigError(
-            f"policy_file '{path}' can't be read ({reason}); "
-            "give the path of a YAML or JSON file that every vLLM process can read."
+            f"policy_file '{path}' can't be read ({why}); {fix}."
         ) from None
     if not isinstance(policy, dict):
         raise ConfigError(
@@ -240,8 +242,9 @@ def _read_policy_file(path: Path) -> dict[str, Any]:
 
 
 def _unknown_key(where: str, key: str, known: tuple[str, ...]) -> str:
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean '{nearest[0]}'?" if nearest else f"use {', '.join(known)}."
+    hint = f"remove it, or use {', '.join(known)}."
+    if nearest := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
+        hint = f"did you mean '{nearest[0]}'?"
     return f"{where}: unknown key '{key}'; {hint}"
 
 

@@ -60,17 +60,30 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._report = WorkerReport()
         # Request id -> blocks that a failed load should have filled.
         self._failed_loads: dict[str, set[int]] = {}
-        self._num_groups = len(shape.groups)
+        self._loads_fail_whole = plan.loads_fail_whole
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = OffloadWorker(plan)
             return
-        self._tokens_per_chunk = plan.tokens_per_chunk
+        self._plan = plan
         self._scheduler = SchedulerSide(
             config, plan, kv_events=vllm_api.wants_kv_events(vllm_config)
         )
         vllm_api.load_failures_recompute(vllm_config)
         pin = vllm_api.runs_on_cuda(vllm_config)
         logger.info("CtxOffloadConnector plan: %s.", plan.describe(pin))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Validates the settings early, because vLLM asks this before all else.
+
+        With CUDA graphs, that is: in the API server, minutes before it has loaded the
+        model and makes a connector, so the fault is at the end of the log.
+
+        Raises:
+            ConfigError: a setting is wrong by itself.
+        """
+        parse_config(extra_config)
+        return False  # loads and stores are outside of the graphs
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -134,7 +147,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def take_events(self) -> list[vllm_api.KVCacheEvent]:
         return [
-            vllm_api.kv_event(event, self._tokens_per_chunk)
+            vllm_api.kv_event(event, self._plan.tokens_per_chunk(event.group))
             for event in self._scheduler_side.take_events()
         ]
 
@@ -186,13 +199,13 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, finished_req_ids: set[str]
     ) -> vllm_api.KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        if self._num_groups > 1:
+        if self._loads_fail_whole:
             failed, self._failed_loads = self._failed_loads, {}
             results.failed_recving.update(failed)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._num_groups > 1:
+        if self._loads_fail_whole:
             return set()  # vLLM wants requests instead, see above
         failed, self._failed_loads = self._failed_loads, {}
         return set().union(*failed.values())

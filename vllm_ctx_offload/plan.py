@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final
 
 from vllm_ctx_offload.config import OffloadConfig, check_accounts
 from vllm_ctx_offload.errors import ConfigError
@@ -14,17 +14,25 @@ __all__ = ["GroupShape", "ModelShape", "OffloadPlan", "resolve_plan"]
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """How far back the layers of one KV cache group look. At most one field is set."""
+    """The blocks of one KV cache group, and how far back its layers look.
 
+    At most one field but the first is set.
+    """
+
+    tokens_per_block: int  # over all ranks that split a block
     window: int | None = None  # tokens that the next one attends to, itself included
     stretch: int | None = None  # attention begins anew every so many tokens
+    # The layers keep a state instead of tokens: a block holds the one at its end.
+    recurrent: bool = False
 
     @property
     def looks_at_all(self) -> bool:
-        return self.window is None and self.stretch is None
+        return self.window is None and self.stretch is None and not self.recurrent
 
     def first_needed(self, num_tokens: int) -> int:
         """Returns the first token whose KV is read when `num_tokens` are computed."""
+        if self.recurrent:
+            return max(num_tokens - 1, 0)
         if self.window is not None:
             return max(num_tokens - self.window + 1, 0)
         if self.stretch is not None:
@@ -32,38 +40,65 @@ class GroupShape:
         return 0
 
 
-_ONE_GROUP: Final = (GroupShape(),)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What vLLM decided about the KV cache of the model, for one engine."""
 
-    tokens_per_block: int  # of one device block, over all ranks that split it
-    tokens_per_hash: int  # covered by one block hash; divides tokens_per_block
+    # Blocks of all groups come from one pool and are as many bytes as each other.
+    groups: tuple[GroupShape, ...]
+    tokens_per_hash: int  # covered by one block hash; divides every group's block
     bytes_per_block: int  # on one worker, all layers
     num_device_blocks: int
     num_workers: int  # of one engine; each holds its part of every block
     num_engines: int = 1  # data-parallel engines that share this host's memory
-    # Blocks of all groups come from one pool and are as large as each other.
-    groups: tuple[GroupShape, ...] = _ONE_GROUP
+    # vLLM writes to new blocks before the worker's hooks are called in a step.
+    writes_early: bool = False
+    draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Sizes that the scheduler side and every worker agree on."""
+    """Sizes that the scheduler side and every worker agree on.
 
-    tokens_per_block: int
+    A chunk is `blocks_per_chunk` blocks of one group, so chunks of different groups may
+    hold different numbers of tokens. A *span* is the fewest tokens after which chunks
+    of all groups end: hits end there, and chains are made of whole spans.
+    """
+
+    groups: tuple[GroupShape, ...]
     blocks_per_chunk: int
-    hashes_per_chunk: int
+    tokens_per_hash: int
     bytes_per_block: int  # on one worker
     num_workers: int
     num_slots: int  # chunks that fit; the same on every worker
-    groups: tuple[GroupShape, ...] = _ONE_GROUP
+    writes_early: bool = False  # see ModelShape
+    draft_lookahead: int = 0  # see ModelShape
+
+    def tokens_per_chunk(self, group: int) -> int:
+        return self.groups[group].tokens_per_block * self.blocks_per_chunk
 
     @property
-    def tokens_per_chunk(self) -> int:
-        return self.tokens_per_block * self.blocks_per_chunk
+    def tokens_per_span(self) -> int:
+        return _scheduler_block(self.groups) * self.blocks_per_chunk
+
+    @property
+    def chunks_per_span(self) -> tuple[int, ...]:
+        """Of each group."""
+        span = _scheduler_block(self.groups)
+        return tuple(span // group.tokens_per_block for group in self.groups)
+
+    @property
+    def dropped_tokens(self) -> int:
+        """The end of a hit that is not loaded: its drafts are another text's, maybe.
+
+        A block, as in vLLM. But where a group may lack the begin of a chunk, only the
+        end of one will do.
+        """
+        if not self.draft_lookahead:
+            return 0
+        if all(group.looks_at_all for group in self.groups):
+            return _scheduler_block(self.groups)
+        return self.tokens_per_span
 
     @property
     def bytes_per_chunk(self) -> int:
@@ -83,18 +118,36 @@ class OffloadPlan:
     def total_bytes(self) -> int:
         return self.bytes_per_worker * self.num_workers
 
+    @property
+    def loads_fail_whole(self) -> bool:
+        """Whether there is no going on from the first block that did not come.
+
+        Tables of several groups have no such block in common, and before that of a
+        window or a state there may be none.
+        """
+        return len(self.groups) > 1 or not self.groups[0].looks_at_all
+
+    def worth_in_tokens(self, num_chunks: int) -> int:
+        """Returns the tokens that chunks of all groups together stand for."""
+        return num_chunks * self.tokens_per_span // sum(self.chunks_per_span)
+
     def describe(self, pin: bool) -> str:
         """Returns the plan as one line for the log; `pin`: whether workers try to."""
-        num_tokens = self.num_slots * self.tokens_per_chunk // len(self.groups)
+        sizes = {self.tokens_per_chunk(group) for group in range(len(self.groups))}
         groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
         return (
-            f"chunks of {self.tokens_per_chunk} tokens{groups} "
+            f"chunks of {' or '.join(map(str, sorted(sizes)))} tokens{groups} "
             f"({format_bytes(self.bytes_per_chunk)}), {self.num_slots} slots for "
-            f"{num_tokens} tokens, "
+            f"{self.worth_in_tokens(self.num_slots)} tokens, "
             f"{format_bytes(self.bytes_per_worker)} of host memory on each of "
             f"{self.num_workers} worker(s), {format_bytes(self.total_bytes)} in all, "
             f"{'pinned' if pin else 'not pinned'}"
         )
+
+
+def _scheduler_block(groups: tuple[GroupShape, ...]) -> int:
+    """Returns the tokens after which blocks of all groups end, as vLLM calls them."""
+    return math.lcm(*(group.tokens_per_block for group in groups))
 
 
 def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
@@ -104,7 +157,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
         ConfigError: the chunk size does not fit the blocks, the pool holds no chunk,
             or the tenants' accounts do not fit the pool.
     """
-    blocks_per_chunk = _blocks_per_chunk(config, shape.tokens_per_block)
+    blocks_per_chunk = _blocks_per_chunk(config, _scheduler_block(shape.groups))
     pool_bytes = config.cpu_bytes_to_use
     if pool_bytes is None:
         pool_bytes = default_pool_bytes() // shape.num_engines
@@ -118,15 +171,15 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
             "least that, and many times that to be of use."
         )
     check_accounts(config, pool_bytes, bytes_per_chunk)
-    hashes_per_block = shape.tokens_per_block // shape.tokens_per_hash
     return OffloadPlan(
-        tokens_per_block=shape.tokens_per_block,
+        groups=shape.groups,
         blocks_per_chunk=blocks_per_chunk,
-        hashes_per_chunk=hashes_per_block * blocks_per_chunk,
+        tokens_per_hash=shape.tokens_per_hash,
         bytes_per_block=shape.bytes_per_block,
         num_workers=shape.num_workers,
         num_slots=num_slots,
-        groups=shape.groups,
+        writes_early=shape.writes_early,
+        draft_lookahead=shape.draft_lookahead,
     )
 
 

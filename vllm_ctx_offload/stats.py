@@ -40,14 +40,6 @@ GAUGES: Final = frozenset(
 HISTOGRAMS: Final = frozenset({"load_wait_seconds", "transfer_seconds"})
 
 
-class _Texts(dict[tuple[str, ...], str]):
-    """The text of each key, made once: that would cost more than all the counting."""
-
-    def __missing__(self, key: tuple[str, ...]) -> str:
-        text = self[key] = json.dumps(key)
-        return text
-
-
 class OffloadStats:
     """What happened since the last `take`.
 
@@ -56,40 +48,41 @@ class OffloadStats:
     """
 
     def __init__(self) -> None:
-        self._texts = _Texts()
+        # The text of each key, made once: that costs more than all the counting.
+        self._texts: dict[tuple[str, ...], str] = {}
         # All by the text of the key, so that taking them converts nothing.
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
         self._gauges: dict[tuple[str, ...], float] = {}
         self._changed: dict[str, float] = {}
 
-    def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Adds `by` to counter `name` for its label values, in their fixed order.
+    def count(self, *key: str, by: float = 1) -> None:
+        """Adds `by` to a counter: its name, and its label values in their fixed order.
 
         In a histogram `by` is one more observation.
         """
-        text = self._texts[(name, *labels)]
-        if name in HISTOGRAMS:
+        text = self._texts.get(key) or self._make_text(key)
+        if key[0] in HISTOGRAMS:
             self._observed[text].append(by)
         else:
             self._counts[text] += by
 
-    def declare(self, name: str, *labels: str) -> None:
+    def declare(self, *key: str) -> None:
         """Has a counter or histogram shown before there is anything to show.
 
         Without its zero, the first increment of a series is no increase to Prometheus.
         """
-        text = self._texts[(name, *labels)]
-        if name in HISTOGRAMS:
+        text = self._make_text(key)
+        if key[0] in HISTOGRAMS:
             self._observed[text].extend(())
         else:
             self._counts[text] += 0
 
-    def set(self, name: str, *labels: str, to: float) -> None:
-        """Sets gauge `name` for its label values."""
-        key = (name, *labels)
+    def set(self, *key: str, to: float) -> None:
+        """Sets a gauge: its name, and its label values in their fixed order."""
         if self._gauges.get(key) != to:
-            self._gauges[key] = self._changed[self._texts[key]] = to
+            self._gauges[key] = to
+            self._changed[self._texts.get(key) or self._make_text(key)] = to
 
     def take(self) -> dict[str, Any]:
         """Returns what happened since the last call and starts anew."""
@@ -99,6 +92,10 @@ class OffloadStats:
             self._observed.clear()
             self._changed.clear()
         return taken
+
+    def _make_text(self, key: tuple[str, ...]) -> str:
+        text = self._texts[key] = json.dumps(key)
+        return text
 
 
 class Key(NamedTuple):
@@ -131,10 +128,8 @@ def of_connector(connector: int, figures: dict[str, Any]) -> dict[str, Any]:
 
 def merge_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Returns both of two results of `take`, of which `other` is the later one."""
-    merged = dict(one)
-    for key, value in other.items():
-        if key in merged and parse_key(key).name not in GAUGES:
-            merged[key] = merged[key] + value  # `+=` would change the list of `one`
-        else:
-            merged[key] = value
+    merged = {**one, **other}
+    for key in one.keys() & other.keys():
+        if parse_key(key).name not in GAUGES:
+            merged[key] = one[key] + other[key]  # `+=` would change the list of `one`
     return merged

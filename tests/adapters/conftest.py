@@ -13,12 +13,12 @@ from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.config import parse_config
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 
 PLAN = OffloadPlan(
-    tokens_per_block=4,
+    groups=(GroupShape(4),),
     blocks_per_chunk=1,
-    hashes_per_chunk=1,
+    tokens_per_hash=4,
     bytes_per_block=10,
     num_workers=1,
     num_slots=16,

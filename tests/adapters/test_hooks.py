@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ctx_offload.connector import CtxOffloadConnector
+from vllm_ctx_offload.errors import ConfigError
 
 DEFINED = sorted(
     name
@@ -67,3 +68,11 @@ def test_no_abstract_hook_is_missing() -> None:
 def test_only_vllms_base_classes_are_subclassed() -> None:
     """What keeps one package working on many releases."""
     assert CtxOffloadConnector.__bases__ == (KVConnectorBase_V1, SupportsHMA)
+
+
+def test_a_wrong_setting_is_said_where_vllm_asks_first() -> None:
+    """vLLM's configuration asks this, with CUDA graphs, before it loads a model."""
+    asks = CtxOffloadConnector.requires_piecewise_for_cudagraph
+    assert asks({"tenants": {"acme": {}}}) is False
+    with pytest.raises(ConfigError, match="unknown key 'tenant'; did you mean"):
+        asks({"tenant": {"acme": {}}})

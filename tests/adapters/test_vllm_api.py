@@ -8,32 +8,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from real_scheduler.harness import ours
-from real_scheduler.vllm_setup import make_kv_cache_config, make_vllm_config
+from real_scheduler.vllm_setup import (
+    make_kv_cache_config,
+    make_vllm_config,
+    page_size,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import (
     CachedRequestData,
+    KVConnectorBlockState,
     NewRequestData,
     SchedulerOutput,
-)
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.connector import CtxOffloadConnector
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import WorkerReport
-from vllm_ctx_offload.plan import ModelShape
-from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 
-PAGE_BYTES = 32 * 2 * 2 * 32 * 4  # tokens, K and V, heads, head size, float32
+PAGE_BYTES = page_size(32)
 
 
 def make_config(**options: Any) -> Any:
@@ -67,14 +65,6 @@ def cached(**requests: tuple[list[int] | None, int, bool]) -> CachedRequestData:
     )
 
 
-FULL: dict[str, Any] = {
-    "block_size": 32,
-    "num_kv_heads": 2,
-    "head_size": 32,
-    "dtype": torch.float32,
-}
-
-
 class TestStepEvents:
     def test_empty_step_has_no_events(self) -> None:
         events = vllm_api.step_events(SchedulerOutput.make_empty())
@@ -106,6 +96,24 @@ class TestStepEvents:
         output.scheduled_cached_reqs = cached(back=([4], 0, True))
         assert vllm_api.step_events(output).preempted == {"back"}
 
+    def test_states_and_copies_of_blocks_are_named(self) -> None:
+        output = SchedulerOutput.make_empty()
+        output.kv_connector_block_state = KVConnectorBlockState(
+            req_ids={"a"},
+            resolve_block_ids=lambda request_id: ([7],),
+            boundary_state_offloads={"a": [(1, 7, 64), (2, 9, 64)]},
+        )
+        output.kv_cache_block_copies = [KVCacheBlockCopy(3, 4), KVCacheBlockCopy(5, 6)]
+        events = vllm_api.step_events(output)
+        assert events.copied_to == (4, 6)
+        assert events.states == {"a": [FinalState(1, 7, 64), FinalState(2, 9, 64)]}
+
+    def test_release_without_either_is_understood(self) -> None:
+        output = SimpleNamespace(**vars(SchedulerOutput.make_empty()))
+        del output.kv_connector_block_state, output.kv_cache_block_copies
+        events = vllm_api.step_events(output)  # type: ignore[arg-type]
+        assert (events.copied_to, events.states) == ((), {})
+
 
 class TestRefusals:
     """One sentence: what is wrong, and what to do instead."""
@@ -134,31 +142,6 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"{name} = 2 is not supported"):
             vllm_api.check_environment(config, make_kv_cache_config(8, 32))
 
-    @pytest.mark.parametrize("name", ["RSWASpec", "SinkFullAttentionSpec"])
-    def test_attention_whose_tables_are_of_another_kind(self, name: str) -> None:
-        kv_cache_config = make_kv_cache_config(8, 32)
-        spec = type(name, (FullAttentionSpec,), {})(**FULL)
-        kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["layer"], spec)]
-        with pytest.raises(ConfigError, match=rf"1 KV cache group.*{name}"):
-            vllm_api.check_environment(make_config(), kv_cache_config)
-
-    def test_groups_whose_blocks_differ_in_size(self) -> None:
-        kv_cache_config = make_kv_cache_config(8, 32)
-        spec = FullAttentionSpec(**{**FULL, "block_size": 64})
-        kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec))
-        with pytest.raises(ConfigError, match=r"blocks of \[32, 64\] tokens"):
-            vllm_api.check_environment(make_config(), kv_cache_config)
-
-    def test_groups_on_a_release_that_can_not_recompute_them(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(vllm_api, "KVConnectorTransferResults", None)
-        kv_cache_config = make_kv_cache_config(8, 32)
-        vllm_api.check_environment(make_config(), kv_cache_config)
-        kv_cache_config.kv_cache_groups *= 2
-        with pytest.raises(ConfigError, match="2 KV cache groups, and vLLM"):
-            vllm_api.check_environment(make_config(), kv_cache_config)
-
     def test_untested_release_is_a_warning(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -166,54 +149,6 @@ class TestRefusals:
         with caplog.at_level(logging.WARNING):
             vllm_api.check_environment(make_config(), make_kv_cache_config(8, 32))
         assert "vLLM 0.99.0 is outside of the range" in caplog.text
-
-
-class TestShape:
-    def test_shape_is_what_vllm_settled_on(self) -> None:
-        config = make_config(num_workers=2)
-        assert vllm_api.model_shape(config, make_kv_cache_config(8, 32)) == ModelShape(
-            tokens_per_block=32,
-            tokens_per_hash=32,
-            bytes_per_block=PAGE_BYTES,
-            num_device_blocks=8,
-            num_workers=2,
-        )
-
-    @pytest.mark.parametrize(
-        ("block_stride", "expected"), [(0, 3 * PAGE_BYTES), (64, 64)]
-    )
-    def test_tensors_of_older_releases_are_added_up_or_packed(
-        self, block_stride: int, expected: int
-    ) -> None:
-        """Before placements: one tensor a layer, or the stride of all together."""
-        kv_cache_config = make_kv_cache_config(8, 32)
-        tensors = [
-            SimpleNamespace(size=8 * PAGE_BYTES, block_stride=block_stride)
-            for _ in range(3)
-        ]
-        kv_cache_config.kv_cache_tensors = tensors  # type: ignore[assignment]
-        shape = vllm_api.model_shape(make_config(), kv_cache_config)
-        assert shape.bytes_per_block == expected
-
-    def test_mla_and_wrapped_full_attention_are_one_group(self) -> None:
-        full = FullAttentionSpec(
-            block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32
-        )
-        wide = FullAttentionSpec(
-            block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32
-        )
-        mla = MLAAttentionSpec(
-            block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
-        )
-        wrapped = UniformTypeKVCacheSpecs(
-            block_size=16, kv_cache_specs={"a": full, "b": wide}
-        )
-        for spec in (mla, wrapped):
-            kv_cache_config = make_kv_cache_config(8, 16)
-            kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["a", "b"], spec)]
-            config = make_config(block_size=32)
-            vllm_api.check_environment(config, kv_cache_config)
-            assert vllm_api.model_shape(config, kv_cache_config).tokens_per_block == 16
 
 
 class TestConnector:

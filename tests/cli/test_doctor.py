@@ -74,7 +74,8 @@ class TestConfig:
         self, tmp_path: Path
     ) -> None:
         values = {"block_size": 16}
-        whole = {"kv_connector": "C", "kv_connector_extra_config": values}
+        name = "CtxOffloadConnector"
+        whole = {"kv_connector": name, "kv_connector_extra_config": values}
         path = tmp_path / "extra.json"
         path.write_text(json.dumps(values))
         assert read_extra_config(json.dumps(values)) == values
@@ -87,6 +88,10 @@ class TestConfig:
             ("{", "--extra-config is no JSON: "),
             ("[]", "--extra-config is no JSON object; write '{...}'."),
             ("@nowhere.json", "nowhere.json can't be read"),
+            (
+                '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}',
+                "'CtxOffloadConnector'; of a MultiConnector give the part that is ours",
+            ),
         ],
     )
     def test_what_is_no_mapping_is_said(self, text: str, said: str) -> None:
@@ -122,6 +127,16 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "8.00 GiB of host memory available" in printed
         assert "the pool takes 2.00 GiB (CTX_OFFLOAD_DEFAULT_BYTES is set)" in printed
+
+    @pytest.mark.parametrize("role", [{}, {"kv_role": "kv_consumer"}])
+    def test_a_role_that_the_engine_refuses_is_a_fault(
+        self, role: dict[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        whole = {"kv_connector": "CtxOffloadConnector", **role}
+        assert main(["doctor", "--extra-config", json.dumps(whole)]) == 1
+        assert "both stores and loads; set it to 'kv_both'" in capsys.readouterr().out
+        whole["kv_role"] = "kv_both"
+        assert main(["doctor", "--extra-config", json.dumps(whole)]) == 0
 
     def test_the_plan_has_sizes_and_accounts(
         self, model: str, capsys: pytest.CaptureFixture[str]
@@ -217,8 +232,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("more", "level", "code"),
         [
-            ({"mamba_d_state": 16}, "fault", 1),
-            ({"block_configs": [1]}, "warn", 0),
+            ({"is_encoder_decoder": True}, "fault", 1),
+            ({"mamba_d_state": 16}, "warn", 0),
         ],
     )
     def test_a_model_without_a_plan_is_said(

@@ -96,10 +96,8 @@ def test_what_the_file_leaves_out_comes_from_the_models_class() -> None:
 @pytest.mark.parametrize(
     ("more", "kind"),
     [
-        ({"mamba_d_state": 16}, "recurrent state"),
-        ({"linear_num_key_heads": 16}, "recurrent state"),
         ({"is_encoder_decoder": True}, "cross-attention"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": ["full_attention", "conv"]}, "conv"),
     ],
 )
 def test_models_that_the_engine_refuses_are_refused(
@@ -109,9 +107,9 @@ def test_models_that_the_engine_refuses_are_refused(
         kv_shape({**LLAMA, **more}, KvOptions())
 
 
-WINDOW = GroupShape(window=512)
-STRETCH = GroupShape(stretch=8192)
-FULL = GroupShape()
+WINDOW = GroupShape(1, window=512)
+STRETCH = GroupShape(1, stretch=8192)
+FULL = GroupShape(1)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +146,10 @@ def test_layers_are_in_groups_of_one_kind_and_size(
 def test_a_window_without_kinds_is_that_of_all_layers_or_as_the_class_says() -> None:
     pytest.importorskip("transformers")
     mistral = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
-    assert kv_shape(mistral, KvOptions()).groups == (GroupShape(window=4096),)
+    assert kv_shape(mistral, KvOptions()).groups == (GroupShape(1, window=4096),)
     gemma2 = {**LLAMA, "model_type": "gemma2", "sliding_window": 4096}
     kinds = set(kv_shape(gemma2, KvOptions()).groups)
-    assert kinds == {GroupShape(window=4096), FULL}
+    assert kinds == {GroupShape(1, window=4096), FULL}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +179,8 @@ def test_without_the_hybrid_manager_windows_keep_all_their_kv() -> None:
     ("model", "what"),
     [
         ({**LLAMA, "block_configs": [{}]}, "'block_configs'"),
+        ({**LLAMA, "mamba_d_state": 16}, "recurrent layers"),
+        ({**LLAMA, "linear_num_key_heads": 16}, "recurrent layers"),
         ({**MLA, "index_topk": 2048}, "'index_topk'"),
         ({**LLAMA, "v_head_dim": 32}, "'v_head_dim'"),
         ({**LLAMA, "swa_head_dim": 32}, "'swa_head_dim'"),

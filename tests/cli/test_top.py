@@ -6,6 +6,8 @@ import functools
 import http.server
 import io
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -358,9 +360,15 @@ def test_live_as_json_is_a_line_for_each_reading_until_interrupted(
     assert [line.get("error") for line in lines] == [None, "gone.", None]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 def test_live_draws_until_interrupted_and_keeps_the_last_table(
-    page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: Page,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
 ) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+
     def interrupt() -> str:
         raise KeyboardInterrupt
 
@@ -370,3 +378,42 @@ def test_live_draws_until_interrupted_and_keeps_the_last_table(
     out = capsys.readouterr().out
     assert "pool 64.00 MiB" in out
     assert "gone." in out
+
+
+def test_live_into_a_pipe_is_a_table_for_each_reading_at_once(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log or `tee` shows it while it runs, not when it ends."""
+    written: list[int] = []
+    out = io.StringIO()
+
+    def interrupt_after_two(seconds: float) -> None:
+        written.append(out.getvalue().count("pool 64.00 MiB"))
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    surroundings = Surroundings(
+        lambda url: page.text(), interrupt_after_two, lambda: 0.0
+    )
+    monkeypatch.setattr(top, "Surroundings", lambda: surroundings)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["top", "host:8000"]) == 0
+    assert written == [1, 2]
+    assert "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_goes_away_ends_it_without_a_traceback(
+    server: str, more: list[str]
+) -> None:
+    program = "import sys; from vllm_ctx_offload.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "top", server, "--interval", "0.01"]
+    with subprocess.Popen(
+        [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -165,6 +165,6 @@ def test_along_a_chain_of_several_owners_each_run_is_older_than_the_one_before()
     store(manager, chain[:4], nobody)
     store(manager, chain[:6], session)
     manager.touch(chain, session)
-    order = manager._table.accounts["default"].order
+    order = manager._table.accounts.get("default").order
     keys = [key for run in order.runs() for key in reversed(run.chunks)]
     assert keys == [*reversed(chain)]

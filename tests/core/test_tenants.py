@@ -72,8 +72,8 @@ def make_accounts(*terms: AccountTerms) -> Accounts:
 
 def test_an_undeclared_tenant_is_accounted_to_default() -> None:
     accounts = make_accounts(AccountTerms())
-    assert accounts.get("tenant0") is accounts["tenant0"]
-    assert accounts.get("nobody") is accounts.get("*") is accounts["default"]
+    assert accounts.get("tenant0").name == "tenant0"
+    assert accounts.get("nobody") is accounts.get("*") is accounts.get("default")
 
 
 def test_all_accounts_can_share_one_order() -> None:
@@ -85,37 +85,37 @@ def test_all_accounts_can_share_one_order() -> None:
 
 def test_room_below_the_limit_is_never_negative() -> None:
     accounts = make_accounts(AccountTerms(limit=3))
-    account = accounts["tenant0"]
+    account = accounts.get("tenant0")
     room = []
     for account.resident in (0, 2, 3, 4):
         room.append(account.room_below_limit())
     assert room == [3, 1, 0, 0]
-    assert accounts["default"].room_below_limit() is None
+    assert accounts.get("default").room_below_limit() is None
 
 
 def test_nobody_is_above_a_reservation_that_is_just_full() -> None:
     accounts = make_accounts(AccountTerms(reserved=2))
     assert accounts.furthest_above() is None
-    accounts["tenant0"].resident = 2
-    accounts.grew(accounts["tenant0"])
+    accounts.get("tenant0").resident = 2
+    accounts.grew(accounts.get("tenant0"))
     assert accounts.furthest_above() is None
-    accounts["tenant0"].resident = 3
-    accounts.grew(accounts["tenant0"])
-    assert accounts.furthest_above() is accounts["tenant0"]
+    accounts.get("tenant0").resident = 3
+    accounts.grew(accounts.get("tenant0"))
+    assert accounts.furthest_above() is accounts.get("tenant0")
 
 
 def test_the_excess_counts_in_units_of_the_weight() -> None:
     accounts = make_accounts(AccountTerms(weight=4.0), AccountTerms(reserved=5))
     for name, resident in (("tenant0", 8), ("tenant1", 8), ("default", 2)):
-        accounts[name].resident = resident
-        accounts.grew(accounts[name])
-    assert accounts.furthest_above() is accounts["tenant1"]  # 3, 2 and 2
+        accounts.get(name).resident = resident
+        accounts.grew(accounts.get(name))
+    assert accounts.furthest_above() is accounts.get("tenant1")  # 3, 2 and 2
     assert accounts.next_excess() == 2.0
 
 
 def test_an_account_set_aside_is_passed_over_until_it_grows() -> None:
     accounts = make_accounts(AccountTerms())
-    first, second = accounts["tenant0"], accounts["default"]
+    first, second = accounts.get("tenant0"), accounts.get("default")
     for account, resident in ((first, 3), (second, 2)):
         account.resident = resident
         accounts.grew(account)
@@ -173,7 +173,7 @@ def test_the_heap_of_accounts_stays_small_however_often_they_grow() -> None:
         store(manager, [b"%d" % number], ReqContext(request_id="r"))
     accounts = manager._table.accounts
     assert len(accounts._heap) <= 4 + 64
-    assert accounts.furthest_above() is accounts["default"]
+    assert accounts.furthest_above() is accounts.get("default")
 
 
 @settings(deadline=None, max_examples=100)
@@ -191,12 +191,12 @@ def test_who_protects_most_gives_up_one_by_one(
     accounts = make_accounts(*(AccountTerms(weight=weight) for _, weight in holdings))
     protected = {"default": 0}
     for name, (count, _) in zip(NAMES, holdings, strict=False):
-        accounts[name].protected = protected[name] = count
+        accounts.get(name).protected = protected[name] = count
     excess = data.draw(st.integers(0, sum(protected.values())))
     shares = accounts.over_budget(excess)
     assert sum(shares.values()) == excess
     for _ in range(excess):
-        most = max(protected, key=lambda n: protected[n] / accounts[n].weight)
+        most = max(protected, key=lambda n: protected[n] / accounts.get(n).weight)
         protected[most] -= 1
     assert protected == {a.name: a.protected - shares[a] for a in accounts}
 
@@ -207,9 +207,9 @@ def test_who_protects_most_gives_up_one_by_one(
 )
 def test_check_terms_sees_damage(field: str, value: int) -> None:
     accounts = make_accounts(AccountTerms(limit=2))
-    accounts["tenant0"].resident = 1
+    accounts.get("tenant0").resident = 1
     check_terms(accounts, num_slots=2)
-    setattr(accounts["tenant0"], field, value)
+    setattr(accounts.get("tenant0"), field, value)
     with pytest.raises(AssertionError):
         check_terms(accounts, num_slots=2)
 

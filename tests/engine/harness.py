@@ -10,7 +10,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from engine.models import VOCAB_SIZE
-from engine.spec import EngineSpec, allow_async_scheduling, engine_environment
+from engine.spec import (
+    EngineSpec,
+    allow_async_scheduling,
+    engine_environment,
+    survive_numba,
+)
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.worker import OffloadWorker
@@ -58,7 +63,7 @@ class Engine:
         from vllm import LLM
 
         try:
-            with allow_async_scheduling(spec.async_scheduling):
+            with allow_async_scheduling(spec.async_scheduling), survive_numba():
                 self.llm = LLM(**spec.arguments())
         except BaseException:
             self._stack.close()

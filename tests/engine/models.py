@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +21,15 @@ from transformers import (
     PreTrainedConfig,
 )
 
-__all__ = ["GEMMA3_WINDOW", "VOCAB_SIZE", "make_gemma3", "make_llama", "make_mla"]
+__all__ = [
+    "GEMMA3_WINDOW",
+    "VOCAB_SIZE",
+    "make_draft_model",
+    "make_eagle",
+    "make_gemma3",
+    "make_llama",
+    "make_mla",
+]
 
 VOCAB_SIZE: Final = 512
 GEMMA3_WINDOW: Final = 128
@@ -48,6 +57,36 @@ def make_llama(folder: Path) -> Path:
     )
     _write(folder, config, torch.float32)
     _write_tokenizer(folder)
+    return folder
+
+
+def make_draft_model(llama: Path, folder: Path) -> Path:
+    """Writes a drafter for `make_llama`'s model: the same with noise on its weights."""
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * _SPREAD / 20)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_eagle(llama: Path, folder: Path) -> Path:
+    """Writes an EAGLE head for `make_llama`'s model, which drafts at random."""
+    config = LlamaConfig.from_pretrained(llama)
+    config.num_hidden_layers = 1
+    torch.manual_seed(2)
+    layers = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+    # Its first layer has no norm of its own; embeddings and head are the model's.
+    weights = {
+        name.removeprefix("model."): weight.contiguous()
+        for name, weight in layers.items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    size = config.hidden_size
+    weights["fc.weight"] = torch.randn(size, 2 * size) * _SPREAD
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ __all__ = [
     "EngineSpec",
     "allow_async_scheduling",
     "engine_environment",
+    "survive_numba",
 ]
 
 BLOCK: Final = 32  # tokens of a device block
@@ -101,6 +103,26 @@ def allow_async_scheduling(wanted: bool) -> Iterator[None]:
 
     replacement = staticmethod(check_and_set)
     with mock.patch.object(CpuPlatform, "check_and_update_config", replacement):
+        yield
+
+
+@contextlib.contextmanager
+def survive_numba() -> Iterator[None]:
+    """Lets an engine start in a process where another one has drafted n-grams.
+
+    vLLM looks for its kernels in everything that any module holds, and stumbles over
+    an object of numba's that claims to have a `__dict__`.
+    """
+    name = "vllm.triton_utils.dispatcher"
+    if importlib.util.find_spec(name) is None:
+        yield
+        return
+
+    def only_dicts(value: Any) -> Any:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    with mock.patch(f"{name}.vars", only_dicts, create=True):
         yield
 
 

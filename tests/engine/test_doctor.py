@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,15 @@ def doctors_plan(
 
 def assert_is_the_engines(plan: dict[str, Any], engine: Engine) -> None:
     resolved = engine.side.planner._plan
-    assert plan["bytes_per_token_per_worker"] * resolved.tokens_per_block == (
+    assert plan["bytes_per_token_per_worker"] * resolved.groups[0].tokens_per_block == (
         resolved.bytes_per_block * len(resolved.groups)
     )
     assert plan["num_groups"] == len(resolved.groups)
+    assert plan["tokens_per_block"] == resolved.groups[0].tokens_per_block
+    assert plan["tokens_per_chunk"] == resolved.tokens_per_span
     for name in (
         "num_workers",
-        "tokens_per_block",
         "blocks_per_chunk",
-        "tokens_per_chunk",
         "bytes_per_chunk",
         "num_slots",
         "bytes_per_worker",
@@ -99,6 +100,8 @@ def test_of_several_groups(
     assert plan["bytes_per_token"] == 6 * 2 * 2 * 32 * 4
     assert_is_the_engines(plan, engine)
     shape = kv_shape(read_model(gemma3), KvOptions(dtype="float32"))
+    groups = engine.side.planner._plan.groups
+    assert {group.tokens_per_block for group in groups} == {BLOCK}
     assert sorted(shape.groups, key=repr) == sorted(
-        engine.side.planner._plan.groups, key=repr
+        [replace(group, tokens_per_block=1) for group in groups], key=repr
     )

@@ -14,7 +14,13 @@ from typing import Any
 from real_scheduler.invariants import check_connector, check_idle, check_requests
 from real_scheduler.sim_model import SimModel
 from real_scheduler.sim_worker import Controls, SimDevice, SimTier, TokenView
-from real_scheduler.vllm_setup import make_kv_cache_config, make_vllm_config
+from real_scheduler.vllm_setup import (
+    Groups,
+    make_kv_cache_config,
+    make_scheduler,
+    make_vllm_config,
+    page_size,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
@@ -22,12 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.adapters.vllm_api import CtxOffloadWorkerMetadata
@@ -63,7 +66,7 @@ class Engine:
         num_workers: int = 1,
         kv_transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
-        windows: Sequence[int | None] = (None,),
+        groups: Groups = (None,),
         **setup: Any,
     ) -> None:
         self.now = 0.0
@@ -73,8 +76,11 @@ class Engine:
             types.SimpleNamespace(monotonic=lambda: self.now),
         )
         self.block_size = block_size
-        kv_cache_config = make_kv_cache_config(num_blocks, block_size, windows)
-        page_bytes = kv_cache_config.kv_cache_tensors[0].block_stride
+        self.num_drafts: int = setup.get("num_drafts", 0)
+        kv_cache_config = make_kv_cache_config(
+            num_blocks, block_size, groups, self.num_drafts
+        )
+        page_bytes = page_size(block_size)
         per_chunk = (extra or {}).get("blocks_per_chunk", 1)
         pool = {"cpu_bytes_to_use": num_slots * per_chunk * page_bytes * num_workers}
         self.config = make_vllm_config(
@@ -85,16 +91,10 @@ class Engine:
             num_workers=num_workers,
             **setup,
         )
-        scheduler_cls = AsyncScheduler if async_scheduling else Scheduler
-        self.scheduler: Scheduler = scheduler_cls(
-            vllm_config=self.config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
-            log_stats=True,
-        )
+        self.scheduler = make_scheduler(self.config, kv_cache_config)
+        self.hash_size = self.scheduler.hash_block_size
         self._async = async_scheduling
-        self._hasher = get_request_block_hasher(block_size, sha256)
+        self._hasher = get_request_block_hasher(self.hash_size, sha256)
         self.model = SimModel(self.scheduler)
         self._make_workers(num_blocks, num_workers)
         self._init_records()
@@ -106,6 +106,7 @@ class Engine:
         self.sides: list[SchedulerSide] = [
             c._scheduler for c in self.connectors if isinstance(c, CtxOffloadConnector)
         ]
+        self.loads_fail_whole = self.sides[0]._plan.loads_fail_whole
         self.devices = [
             SimDevice(num_blocks, self.block_size) for _ in range(num_workers)
         ]
@@ -265,8 +266,10 @@ class Engine:
                 tier.before_forward(part.plan)
             for tier, part in zip(tiers, plans, strict=True):
                 tier.start_loads(part.plan)
+            for copied in output.kv_cache_block_copies or ():
+                device.copy(copied.src_block_id, copied.dst_block_id)
             for forward in forwards:
-                device.run(forward)
+                forward.run(device)
             for tier, part in zip(tiers, plans, strict=True):
                 tier.start_stores(part.plan)
             results.append(self._result(tiers, sampled))
@@ -283,7 +286,7 @@ class Engine:
         for tier in tiers:
             ended = tier.finish_step()
             kv_output.finished_recving |= ended.loaded_requests
-            if len(self.scheduler.kv_cache_config.kv_cache_groups) > 1:
+            if self.loads_fail_whole:
                 kv_output.failed_recving |= ended.failed_loads.keys()
             else:
                 kv_output.invalid_block_ids.update(*ended.failed_loads.values())
@@ -311,7 +314,7 @@ class Engine:
             if hashes and hashes[-1] not in self.chunk_symbols:
                 prefix = TokenView(request.all_token_ids).prefix_hashes
                 for index, block_hash in enumerate(hashes, 1):
-                    known = prefix[: index * self.block_size]
+                    known = prefix[: index * self.hash_size]
                     self.chunk_symbols[bytes(block_hash)] = known
             if request.request_id not in self.scheduler.requests:
                 del self.requests[request.request_id]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from real_scheduler.sim_worker import Forward, TokenView, in_group
+from real_scheduler.sim_states import SimStates
+from real_scheduler.sim_worker import Forward, StateForward, TokenView, in_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.outputs import DraftTokenIds
 
 
@@ -18,44 +20,70 @@ class SimModel:
         self.generation = 0  # of the weights
         self.views: dict[str, TokenView] = {}
         self.num_scheduled: dict[str, int] = {}
+        self._states = SimStates()
         # Draft tokens for what a request holds, or None without speculation.
         self.make_drafts: Callable[[TokenView], list[int]] | None = None
 
     def forward(
         self, output: SchedulerOutput
-    ) -> tuple[list[Forward], dict[str, list[int]]]:
+    ) -> tuple[list[Forward | StateForward], dict[str, list[int]]]:
         """Returns what each request computes, and the tokens it samples."""
         starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         fresh = {n.req_id for n in output.scheduled_new_reqs} | cached.resumed_req_ids
-        forwards, sampled = [], {}
+        forwards: list[Forward | StateForward] = []
+        sampled: dict[str, list[int]] = {}
         for request_id, count in output.num_scheduled_tokens.items():
             if request_id in fresh:
+                self._states.forget(request_id)
                 tokens = self._scheduler.requests[request_id].all_token_ids
                 self.views[request_id] = TokenView(tokens)
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             first = starts[request_id]
-            forwards.extend(self._compute(request_id, first, count, drafts))
+            hashes = self._hashes(request_id, first, count, drafts)
+            forwards.extend(self._attend(request_id, first, hashes))
             sampled[request_id] = self._sample(request_id, first + count, drafts)
+            forwards.extend(
+                self._states.advance(
+                    request_id,
+                    self._scheduler.kv_cache_manager,
+                    self.views[request_id],
+                    first=first,
+                    hashes=hashes,
+                    num_drafts=len(drafts),
+                    num_sampled=len(sampled[request_id]),
+                    generation=self.generation,
+                )
+            )
             total = self.num_scheduled.get(request_id, 0) + count
             self.num_scheduled[request_id] = total
         return forwards, sampled
 
-    def _compute(
+    def _hashes(
         self, request_id: str, first: int, count: int, drafts: list[int]
-    ) -> Iterator[Forward]:
-        """Yields the part of each group."""
+    ) -> list[int]:
+        """Returns the prefix hashes of the tokens that are computed."""
         view = self.views[request_id]
         with_drafts = TokenView([*view.tokens, *drafts]) if drafts else view
         hashes = with_drafts.prefix_hashes[first : first + count]
         assert len(hashes) == count, f"{request_id} computes tokens that nobody knows"
+        return hashes
+
+    def _attend(
+        self, request_id: str, first: int, hashes: list[int]
+    ) -> Iterator[Forward]:
+        """Yields the part of each attention group."""
+        view = self.views[request_id]
         manager = self._scheduler.kv_cache_manager
         tables = manager.get_block_ids(request_id)
         for group, block_ids in enumerate(tables):
             kind = manager.coordinator.single_type_managers[group]
+            if isinstance(kind, MambaManager):
+                continue
             yield Forward(
                 list(block_ids),
+                kind.block_size,
                 first,
                 [(self.generation, in_group(group, value)) for value in hashes],
                 [in_group(group, value) for value in view.prefix_hashes[:first]],

@@ -46,13 +46,40 @@ def in_group(group: int, prefix_hash: int) -> int:
 
 
 class Forward(NamedTuple):
-    """One request's part of a forward pass, in the layers of one group."""
+    """One request's part of a forward pass, in the attention layers of one group."""
 
     block_ids: list[int]
+    block_size: int
     first: int  # position of the first token that is computed
     symbols: list[Symbol]  # to write from there on
     read: list[int]  # prefix hashes that the blocks must hold before `first`
     read_from: int = 0  # the first position that the layers still look at
+
+    def run(self, device: SimDevice) -> None:
+        """Raises AssertionError unless the blocks hold what is read of them."""
+        for position in range(self.read_from, len(self.read)):
+            block, offset = divmod(position, self.block_size)
+            expected = self.read[position]
+            found = device.blocks[self.block_ids[block]][offset]
+            assert found == (found[0], expected), f"position {position} holds {found}"
+        for position, symbol in enumerate(self.symbols, self.first):
+            block, offset = divmod(position, self.block_size)
+            device.blocks[self.block_ids[block]][offset] = symbol
+
+
+class StateForward(NamedTuple):
+    """The same of recurrent layers: one state goes in, others come out."""
+
+    source: int | None  # block that holds the state so far
+    read: int  # the prefix hash that it must be of
+    states: list[tuple[int, Symbol]]  # blocks, and what they hold afterwards
+
+    def run(self, device: SimDevice) -> None:
+        if self.source is not None:
+            found = device.blocks[self.source][0]
+            assert found == (found[0], self.read), f"the state is {found}"
+        for block_id, symbol in self.states:
+            device.blocks[block_id][:] = [symbol] * len(device.blocks[block_id])
 
 
 @dataclass
@@ -180,26 +207,14 @@ class SimTier:
 class SimDevice:
     """The cache of one worker."""
 
+    # Blocks of some groups hold that many times more tokens.
+    MOST_TIMES = 6
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks: list[list[Symbol]] = [
-            [NOTHING] * block_size for _ in range(num_blocks)
+            [NOTHING] * block_size * self.MOST_TIMES for _ in range(num_blocks)
         ]
 
-    def at(self, block_ids: list[int], position: int) -> Symbol:
-        block, offset = divmod(position, self.block_size)
-        return self.blocks[block_ids[block]][offset]
-
-    def check(self, forward: Forward) -> None:
-        """Raises AssertionError unless the blocks hold what is read of them."""
-        block_ids = forward.block_ids
-        for position in range(forward.read_from, len(forward.read)):
-            expected = forward.read[position]
-            found = self.at(block_ids, position)
-            assert found == (found[0], expected), f"position {position} holds {found}"
-
-    def run(self, forward: Forward) -> None:
-        self.check(forward)
-        for index, symbol in enumerate(forward.symbols):
-            block, offset = divmod(forward.first + index, self.block_size)
-            self.blocks[forward.block_ids[block]][offset] = symbol
+    def copy(self, source: int, target: int) -> None:
+        self.blocks[target][:] = self.blocks[source]

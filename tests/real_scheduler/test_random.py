@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from real_scheduler.harness import Engine
+from real_scheduler.sim_worker import TokenView
+from real_scheduler.vllm_setup import STATE, Group
 from vllm.v1.request import Request
 
 from vllm_ctx_offload.messages import TransferJob
@@ -37,6 +39,12 @@ class Chaos:
 
     def _fails(self, job: TransferJob, to_host: bool, rank: int) -> bool:
         return self._random.random() < 0.05
+
+    def drafts(self, view: TokenView) -> list[int]:
+        """Returns drafts of which the first ones are right."""
+        count = self._engine.num_drafts
+        answer = self._engine.answer(view.tokens, count)
+        return (answer[: self._random.randrange(count + 1)] + [3] * count)[:count]
 
     def _luck(self, chance: float) -> bool:
         return self._random.random() < chance
@@ -104,15 +112,57 @@ SETUPS: list[dict[str, Any]] = [
     {"async_scheduling": True, "extra": {"blocks_per_chunk": 3}},
     {"num_workers": 2, "extra": {"blocks_per_chunk": 2}},
     {"async_scheduling": True, "extra": {"store_threshold": 2}, "num_workers": 2},
-    {"windows": (None, 70, 70), "num_blocks": 60, "num_slots": 27},
+    {"groups": (None, 70, 70), "num_blocks": 60, "num_slots": 27},
     {
-        "windows": (33, None),
+        "groups": (33, None),
         "num_blocks": 45,
         "num_slots": 18,
         "async_scheduling": True,
         "extra": {"blocks_per_chunk": 3},
     },
-    {"windows": (100,), "async_scheduling": True, "num_workers": 2},
+    {"groups": (100,), "async_scheduling": True, "num_workers": 2},
+    {
+        "groups": (Group(times=2), Group(70), Group(70)),
+        "num_blocks": 60,
+        "num_slots": 27,
+    },
+    {
+        "groups": (Group(150, times=3), None, Group(70, times=2)),
+        "num_blocks": 60,
+        "num_slots": 27,
+        "async_scheduling": True,
+    },
+    {"groups": (None, STATE), "num_blocks": 40, "num_slots": 18},
+    {
+        "groups": (STATE, Group(70), None, STATE),
+        "num_blocks": 60,
+        "num_slots": 30,
+        "async_scheduling": True,
+        "extra": {"blocks_per_chunk": 2},
+    },
+    {"groups": (STATE,), "num_slots": 6, "async_scheduling": True},
+    {
+        "groups": (Group(times=2), STATE),
+        "num_blocks": 40,
+        "num_slots": 18,
+        "async_scheduling": True,
+        "num_workers": 2,
+    },
+    {
+        "groups": (None, STATE),
+        "tokens_per_hash": 8,
+        "num_blocks": 40,
+        "num_slots": 18,
+        "async_scheduling": True,
+    },
+    {"groups": (None, STATE), "num_drafts": 3, "num_blocks": 50, "num_slots": 18},
+    {
+        "groups": (Group(70), STATE, Group(times=2)),
+        "num_drafts": 2,
+        "num_blocks": 70,
+        "num_slots": 24,
+        "extra": {"blocks_per_chunk": 2},
+    },
 ]
 
 
@@ -129,6 +179,9 @@ def test_random_schedule_keeps_every_promise(
     extra = {"offload_prompt_only": seed % 2 == 0, **setup.get("extra", {})}
     options = {"num_slots": 9, "num_blocks": 26, "max_num_batched_tokens": 160}
     engine = make_engine(**{**options, **setup, "extra": extra})
-    Chaos(engine, seed).run()
+    chaos = Chaos(engine, seed)
+    if "num_drafts" in setup:
+        engine.model.make_drafts = chaos.drafts
+    chaos.run()
     assert engine.count("loaded_bytes") > 0
     assert engine.count("stored_bytes") > 0

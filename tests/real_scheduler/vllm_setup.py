@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import (
@@ -20,18 +20,24 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_ctx_offload
 
 MAX_MODEL_LEN = 2048
+HEAD_SIZE = 32
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,27 +66,59 @@ def _model_config() -> ModelConfig:
         )
 
 
+class Group(NamedTuple):
+    """A group of one layer, the block of which holds some times as many tokens."""
+
+    window: int | None = None  # None: full attention, or a state
+    times: int = 1
+    recurrent: bool = False
+
+    def spec(self, block_size: int, num_drafts: int) -> KVCacheSpec:
+        if self.recurrent:
+            return MambaSpec(
+                block_size=block_size * self.times,
+                shapes=((3, 16), (2, 32, 8)),
+                dtypes=(torch.bfloat16, torch.float32),
+                page_size_padded=page_size(block_size),
+                mamba_cache_mode="align",
+                num_speculative_blocks=num_drafts,
+            )
+        shape: dict[str, Any] = {
+            "block_size": block_size * self.times,
+            "num_kv_heads": 2,
+            "head_size": HEAD_SIZE // self.times,
+            "page_size_padded": page_size(block_size),
+            "dtype": torch.float32,
+        }
+        if self.window is None:
+            return FullAttentionSpec(**shape)
+        return SlidingWindowSpec(**shape, sliding_window=self.window)
+
+
+STATE = Group(recurrent=True)
+Groups = Sequence[int | Group | None]  # windows, or None
+
+
+def page_size(block_size: int) -> int:
+    return block_size * 2 * 2 * HEAD_SIZE * 4  # K and V, heads, float32
+
+
 def make_kv_cache_config(
-    num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)
+    num_blocks: int,
+    block_size: int,
+    groups: Groups = (None,),
+    num_drafts: int = 0,
 ) -> KVCacheConfig:
-    """Returns groups of one layer each, of sliding or, where None, full attention.
+    """Returns groups of one layer each.
 
     As in vLLM the layers of different groups share a tensor, and blocks one pool.
     """
-    shape: dict[str, Any] = {
-        "block_size": block_size,
-        "num_kv_heads": 2,
-        "head_size": 32,
-        "dtype": torch.float32,
-    }
-    specs: list[AttentionSpec] = [
-        FullAttentionSpec(**shape)
-        if window is None
-        else SlidingWindowSpec(**shape, sliding_window=window)
-        for window in windows
+    specs = [
+        (g if isinstance(g, Group) else Group(g)).spec(block_size, num_drafts)
+        for g in groups
     ]
     names = ["layer", *(f"layer{index}" for index in range(1, len(specs)))]
-    page_bytes = specs[0].page_size_bytes
+    page_bytes = page_size(block_size)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
@@ -109,6 +147,7 @@ def make_vllm_config(
     num_workers: int = 1,
     num_drafts: int = 0,
     prefix_caching: bool = True,
+    tokens_per_hash: int | None = None,
 ) -> VllmConfig:
     vllm_ctx_offload.register()
     speculative = None
@@ -129,6 +168,7 @@ def make_vllm_config(
             block_size=block_size,
             gpu_memory_utilization=0.3,
             enable_prefix_caching=prefix_caching,
+            prefix_match_unit=tokens_per_hash,
         ),
         kv_transfer_config=KVTransferConfig(**kv_transfer),
         device_config=DeviceConfig("cpu"),
@@ -138,4 +178,23 @@ def make_vllm_config(
     # Set last: the CPU platform turns it off for the executor it would pick.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    # Set by models that have states; of no meaning to others.
+    vllm_config.cache_config.mamba_cache_mode = "align"
     return vllm_config
+
+
+def make_scheduler(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Scheduler:
+    scheduler_block, hash_size = resolve_kv_cache_block_sizes(
+        kv_cache_config, vllm_config
+    )
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (AsyncScheduler if is_async else Scheduler)(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=scheduler_block,
+        hash_block_size=hash_size,
+        log_stats=True,
+    )

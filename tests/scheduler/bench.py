@@ -11,7 +11,8 @@ from helpers import make_req_context
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import GroupShape, OffloadPlan
-from vllm_ctx_offload.scheduler import Planner, StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler import FinalState, Planner, StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.stats import OffloadStats
 
 TOKENS_PER_BLOCK = 4
@@ -50,26 +51,30 @@ class Bench:
         blocks_per_chunk: int = 1,
         num_workers: int = 1,
         hashes_per_block: int = 1,
-        groups: tuple[GroupShape, ...] = (GroupShape(),),
+        groups: tuple[GroupShape, ...] = (GroupShape(TOKENS_PER_BLOCK),),
+        writes_early: bool = False,
+        draft_lookahead: int = 0,
         **options: Any,
     ) -> None:
         self.stats = OffloadStats()
-        policy = PolicyConfig(
-            {"default": AccountTerms()},
-            max_protected=num_slots,
-            tokens_per_chunk=TOKENS_PER_BLOCK * blocks_per_chunk,
-            keys_per_chunk=len(groups),
-        )
-        self.manager = HostMemoryManager(num_slots, self.stats, policy, lambda: 0.0)
         plan = OffloadPlan(
-            tokens_per_block=TOKENS_PER_BLOCK,
+            groups=groups,
             blocks_per_chunk=blocks_per_chunk,
-            hashes_per_chunk=blocks_per_chunk * hashes_per_block,
+            tokens_per_hash=TOKENS_PER_BLOCK // hashes_per_block,
             bytes_per_block=10,
             num_workers=num_workers,
             num_slots=num_slots,
-            groups=groups,
+            writes_early=writes_early,
+            draft_lookahead=draft_lookahead,
         )
+        policy = PolicyConfig(
+            {"default": AccountTerms()},
+            max_protected=num_slots,
+            tokens_per_chunk=plan.tokens_per_span,
+            keys_per_chunk=sum(plan.chunks_per_span),
+        )
+        self.manager = HostMemoryManager(num_slots, self.stats, policy, lambda: 0.0)
+        self.chain = ChainShape(plan)
         self.planner = Planner(
             plan,
             self.manager,
@@ -97,6 +102,7 @@ class Bench:
         block_ids: list[int] | None = None,
         *more_groups: list[int],
         replace: bool = True,
+        states: tuple[FinalState, ...] = (),
     ) -> TransferPlan:
         """Schedules tokens of one request; tables given are its new blocks."""
         tables = []
@@ -106,7 +112,9 @@ class Bench:
             tables = [TableUpdate(request.request_id, blocks, computed, replace)]
         plan = self.planner.plan_step(
             StepEvents(
-                num_scheduled_tokens={request.request_id: num_tokens}, tables=tables
+                num_scheduled_tokens={request.request_id: num_tokens},
+                tables=tables,
+                states={request.request_id: states},
             )
         )
         request.num_computed_tokens += num_tokens

@@ -11,8 +11,8 @@ from vllm_ctx_offload.plan import GroupShape
 from vllm_ctx_offload.scheduler import TableUpdate
 
 FULL, SLIDING = (
-    GroupShape(),
-    GroupShape(window=9),
+    GroupShape(4),
+    GroupShape(4, window=9),
 )  # two blocks of 4 and the token itself
 BLOCKS, OTHERS = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]
 
@@ -36,12 +36,12 @@ def store_all(bench: Bench, num_tokens: int = 20, request_id: str = "first") -> 
 @pytest.mark.parametrize(
     ("shape", "num_tokens", "first"),
     [
-        (GroupShape(), 100, 0),
-        (GroupShape(window=9), 5, 0),
-        (GroupShape(window=9), 100, 92),
-        (GroupShape(stretch=32), 31, 0),
-        (GroupShape(stretch=32), 32, 32),
-        (GroupShape(stretch=32), 100, 96),
+        (GroupShape(4), 100, 0),
+        (GroupShape(4, window=9), 5, 0),
+        (GroupShape(4, window=9), 100, 92),
+        (GroupShape(4, stretch=32), 31, 0),
+        (GroupShape(4, stretch=32), 32, 32),
+        (GroupShape(4, stretch=32), 100, 96),
     ],
 )
 def test_a_group_says_from_where_on_it_reads(
@@ -95,7 +95,7 @@ def test_what_misses_in_one_group_moves_the_boundary_of_all(bench: Bench) -> Non
     """A chunk of the window is missing: the two before it count from there."""
     store_all(bench)
     request = bench.add(24, "again")
-    keys = bench.planner.on_new_request(request).chain(5, 1)
+    keys = bench.planner.on_new_request(request).chain(5, bench.chain)
     bench.manager.remove([keys[2 * 3 + 1]], make_req_context())
     assert bench.lookup(request) == (12, True)
     lease = bench.planner._states["again"].lease
@@ -106,7 +106,7 @@ def test_what_misses_in_one_group_moves_the_boundary_of_all(bench: Bench) -> Non
 def test_a_window_that_is_nowhere_whole_hits_only_from_the_head(bench: Bench) -> None:
     store_all(bench)
     request = bench.add(24, "again")
-    keys = bench.planner.on_new_request(request).chain(5, 1)
+    keys = bench.planner.on_new_request(request).chain(5, bench.chain)
     bench.manager.remove([keys[1], keys[5], keys[9]], make_req_context())
     assert bench.lookup(request) == (0, False)
 
@@ -121,7 +121,7 @@ def test_a_local_hit_is_not_loaded_again(bench: Bench) -> None:
 
 
 def test_a_chunk_that_lies_half_in_the_window_is_loaded_by_half() -> None:
-    groups = (FULL, GroupShape(window=5))
+    groups = (FULL, GroupShape(4, window=5))
     bench = Bench(num_slots=64, blocks_per_chunk=2, groups=groups)
     store_all(bench, 40)
     request = bench.add(44, "again")

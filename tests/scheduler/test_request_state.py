@@ -6,6 +6,8 @@ import pytest
 from helpers import make_req_context
 from scheduler.bench import FakeRequest
 
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
+from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.request_state import (
     RequestOffloadState,
     Status,
@@ -22,6 +24,15 @@ LEGAL = {
     (Status.RUNNING, Status.RUNNING),
     (Status.RUNNING, Status.FINISHED),
 }
+
+
+def make_chain(*blocks: int, blocks_per_chunk: int = 1) -> ChainShape:
+    groups = tuple(GroupShape(size) for size in blocks)
+    return ChainShape(OffloadPlan(groups, blocks_per_chunk, 4, 10, 1, 1))
+
+
+ENDS = (b"a:", b"b:", b"c:")
+ONE = make_chain(4)  # one group with a hash for each block
 
 
 def make_state(num_tokens: int = 16) -> RequestOffloadState:
@@ -53,31 +64,51 @@ def test_leaving_blocks_forgets_what_belonged_to_them() -> None:
 
 def test_chain_is_as_long_as_it_is_hashed() -> None:
     state = make_state(16)
-    assert state.chain(2, 1) == [b"p:prefix-0", b"p:prefix-1"]
-    assert state.chain(9, 1) == [b"p:prefix-%d" % index for index in range(4)]
-    assert state.chain(1, 1) == [b"p:prefix-0"]
-    assert state.chain(0, 1) == []
+    assert state.chain(2, ONE) == [b"p:prefix-0", b"p:prefix-1"]
+    assert state.chain(9, ONE) == [b"p:prefix-%d" % index for index in range(4)]
+    assert state.chain(1, ONE) == [b"p:prefix-0"]
+    assert state.chain(0, ONE) == []
 
 
 def test_key_of_a_chunk_is_the_hash_at_its_end() -> None:
     state = make_state(20)
-    assert state.chain(9, 2) == [b"p:prefix-1", b"p:prefix-3"]
+    two = make_chain(4, blocks_per_chunk=2)
+    assert state.chain(9, two) == [b"p:prefix-1", b"p:prefix-3"]
+
+
+def test_a_chain_holds_the_chunks_of_all_groups_span_by_span() -> None:
+    """Blocks of 4, 12 and 12 tokens end together every 12."""
+    shape = make_chain(4, 12, 12)
+    assert (shape.tokens_per_span, shape.keys_per_span) == (12, 5)
+    state = RequestOffloadState(FakeRequest("r", 28), make_req_context("r"), ENDS)
+    chain = state.chain(9, shape)
+    assert chain[:5] == [b"a:prefix-0", b"a:prefix-1", *(p + b"prefix-2" for p in ENDS)]
+    assert chain[5:] == [b"a:prefix-3", b"a:prefix-4", *(p + b"prefix-5" for p in ENDS)]
+    assert shape.keys_of(0, chain) == [b"a:prefix-%d" % index for index in range(6)]
+    assert shape.keys_of(2, chain) == [b"c:prefix-2", b"c:prefix-5"]
+    for group in range(3):
+        places = [place for place, _ in shape.places_of(group, len(chain))]
+        assert [chain[place] for place in places] == shape.keys_of(group, chain)
+        assert places == [shape.place(group, i) for i in range(len(places))]
+        assert [shape.chunk_at(place) for place in places] == [
+            (group, index) for index in range(len(places))
+        ]
 
 
 def test_chain_grows_with_the_hashes() -> None:
     state = make_state(8)
-    assert len(state.chain(9, 1)) == 2
+    assert len(state.chain(9, ONE)) == 2
     assert isinstance(state.request, FakeRequest)
     state.request.num_tokens = 12
     state.request.grow_hashes("prefix")
-    assert len(state.chain(9, 1)) == 3
+    assert len(state.chain(9, ONE)) == 3
 
 
 @pytest.mark.parametrize("kept", [1, 3])
 def test_chain_starts_anew_when_hashed_tokens_were_replaced(kept: int) -> None:
     """A streaming-input session drops the last sampled token and goes on."""
     state = make_state(16)
-    state.chain(9, 1)
+    state.chain(9, ONE)
     state.num_offered = 4
     assert isinstance(state.request, FakeRequest)
     del state.request.block_hashes[kept:]
@@ -86,7 +117,7 @@ def test_chain_starts_anew_when_hashed_tokens_were_replaced(kept: int) -> None:
     expected = [b"p:prefix-%d" % index for index in range(kept)]
     if kept == 3:
         expected.append(b"p:replaced-3")
-    assert state.chain(9, 1) == expected
+    assert state.chain(9, ONE) == expected
     assert state.num_offered == 0
 
 

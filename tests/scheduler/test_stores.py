@@ -9,6 +9,7 @@ import pytest
 from scheduler.bench import Bench, FakeRequest
 
 from vllm_ctx_offload.messages import TransferJob, TransferPlan
+from vllm_ctx_offload.plan import GroupShape
 
 MakeBench = Callable[..., Bench]
 
@@ -76,6 +77,53 @@ def test_decoded_chunks_are_stored_on_request_only(make_bench: MakeBench) -> Non
         request = bench.add(12, num_prompt_tokens=5)
         (store,) = bench.run(request, 12, [1, 2, 3]).stores
         assert store.block_ids == expected
+
+
+def decode(bench: Bench, request: FakeRequest, end: int) -> list[int]:
+    """Decodes token by token; returns the ends at which chunks were stored."""
+    stored_at = []
+    while request.num_tokens < end:
+        request.num_tokens += 1
+        request.grow_hashes("prefix")
+        more = [request.num_tokens // 4] if request.num_tokens % 4 == 1 else []
+        if bench.run(request, 1, more, replace=False).stores:
+            stored_at.append(request.num_tokens)
+    return stored_at
+
+
+def test_a_long_chain_that_decodes_is_offered_when_it_has_grown_by_a_part(
+    make_bench: MakeBench,
+) -> None:
+    """Or every chunk would cost a look at all before it. The end brings the rest."""
+    bench = make_bench(num_slots=300, prompt_only=False)
+    request = bench.add(4 * 128)
+    bench.run(request, 4 * 128, list(range(128)))
+    assert decode(bench, request, 4 * 134) == [4 * 130, 4 * 133]
+    bench.planner.on_finished(request, [list(range(134))])
+    (late,) = bench.idle().late_stores
+    assert late.block_ids == (133,)
+
+
+def test_a_short_chain_that_decodes_is_offered_with_every_chunk(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(num_slots=300, prompt_only=False)
+    request = bench.add(4 * 60)
+    bench.run(request, 4 * 60, list(range(60)))
+    assert decode(bench, request, 4 * 64) == [4 * n for n in range(61, 65)]
+
+
+def test_where_blocks_are_freed_early_nothing_waits(make_bench: MakeBench) -> None:
+    groups = (GroupShape(4), GroupShape(4, window=5))
+    bench = make_bench(num_slots=600, prompt_only=False, groups=groups)
+    request = bench.add(4 * 128)
+    bench.run(request, 4 * 128, *[list(range(1, 129))] * 2)
+    while request.num_tokens < 4 * 129:
+        request.num_tokens += 1
+        request.grow_hashes("prefix")
+        more = [[129]] * 2 if request.num_tokens % 4 == 1 else [[], []]
+        plan = bench.run(request, 1, *more, replace=False)
+    assert len(plan.stores) == 1
 
 
 @pytest.mark.parametrize(("cap", "expected"), [(0, ()), (7, (1,)), (99, (1, 2, 3))])

@@ -23,6 +23,7 @@ class Case:
     axis: int  # the dimension that counts blocks, in every tensor
     num_blocks: int = NUM_BLOCKS
     kernel_blocks: int = 1  # in one block
+    united_bytes: int | None = None  # of a block, where tensors overlap
 
     def block(self, name: str, index: int) -> torch.Tensor:
         """Returns a block as the model sees it, without the code under test."""
@@ -39,10 +40,13 @@ class Case:
             self.axis,
             self.num_blocks,
             self.kernel_blocks,
+            self.united_bytes,
         )
 
     def bytes_per_block(self) -> int:
         """Returns the bytes of one block, tensors that share memory taken once."""
+        if self.united_bytes is not None:
+            return self.united_bytes
         seen = {
             (tensor.data_ptr(), tensor.stride()): self.block(name, 0).nbytes
             for name, tensor in self.caches.items()
@@ -203,6 +207,37 @@ def _beginning_at_an_odd_byte(dtype: torch.dtype, device: str) -> Case:
     return Case({"odd": view}, axis=0)
 
 
+def _states_beside_attention(dtype: torch.dtype, device: str) -> Case:
+    """States of two types share a page and its padding, and the page attention's."""
+    shape = (2, NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE)
+    layers = _zeros(shape, dtype, device)
+    page = layers[0, 0].nbytes
+    caches = {"attention": layers[0]}  # a layer of the other group is all there is
+    for index in range(2):
+        caches |= _states(f"mamba{index}", layers, page, index * NUM_BLOCKS * page)
+    return Case(caches, axis=0, united_bytes=page + 176)
+
+
+def _states(
+    name: str, memory: torch.Tensor, page: int, start: int
+) -> dict[str, torch.Tensor]:
+    raw = memory.view(torch.uint8).flatten()
+    conv = raw.view(torch.bfloat16).as_strided(
+        (NUM_BLOCKS, 3, 16), (page // 2, 16, 1), start // 2
+    )
+    ssm = raw.view(torch.float32).as_strided(
+        (NUM_BLOCKS, 2, 5, 2), (page // 4, 10, 2, 1), (start + 96) // 4
+    )
+    return {f"{name}[0]": conv, f"{name}[1]": ssm}
+
+
+def _groups_that_cut_a_block_up_differently(dtype: torch.dtype, device: str) -> Case:
+    blocks = _zeros((NUM_BLOCKS, 4, BLOCK_SIZE, NUM_HEADS * HEAD_SIZE), dtype, device)
+    halves = {"a": blocks[:, :2], "b": blocks[:, 2:]}
+    others = {"c": blocks[:, :3], "d": blocks[:, 3:, 1:]}
+    return Case(halves | others, axis=0, united_bytes=blocks[0].nbytes)
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -226,6 +261,8 @@ LAYOUTS: Final[dict[str, Callable[[torch.dtype, str], Case]]] = {
         _shared,
         _blocks_as_many_as_tokens_and_heads,
         _beginning_at_an_odd_byte,
+        _states_beside_attention,
+        _groups_that_cut_a_block_up_differently,
     )
 }
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint8)

@@ -17,11 +17,11 @@ import pytest
 WORKER = """
     import sys, threading, torch
     from vllm_ctx_offload.messages import TransferJob, TransferPlan
-    from vllm_ctx_offload.plan import OffloadPlan
+    from vllm_ctx_offload.plan import GroupShape, OffloadPlan
     from vllm_ctx_offload.worker import OffloadWorker
 
     cache = torch.zeros((16, 1024))
-    plan = OffloadPlan(16, 1, 1, cache[0].nbytes, 1, 16_384)
+    plan = OffloadPlan((GroupShape(16),), 1, 16, cache[0].nbytes, 1, 16_384)
     worker = OffloadWorker(plan)
     worker.register({"l": cache}, 16)
 

@@ -11,11 +11,11 @@ def test_the_worker_side_runs_with_vllm_blocked() -> None:
 import sys
 sys.modules["vllm"] = None  # importing it fails
 import torch
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 from vllm_ctx_offload.worker import OffloadWorker
 
 cache = torch.zeros((8, 4))
-worker = OffloadWorker(OffloadPlan(16, 1, 1, 16, 1, 4))
+worker = OffloadWorker(OffloadPlan((GroupShape(16),), 1, 16, 16, 1, 4))
 worker.register({"l": cache}, 8)
 worker.close()
 print(sorted(name for name in sys.modules if name.startswith("vllm.")))

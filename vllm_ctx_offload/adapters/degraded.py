@@ -17,12 +17,13 @@ logger = logging.getLogger(__name__)
 # Hints that a client got wrong are told of where the request is known.
 _KINDS: Final[Mapping[tuple[str, str], str]] = {
     ("rejected_stores", "full"): (
-        "Chunks could not be stored, because transfers and waiting requests use all of "
-        "the pool that could be evicted; raise cpu_bytes_to_use"
+        "Chunks could not be stored, because transfers, waiting requests and the "
+        "reservations of others use all of the pool that could be evicted; raise "
+        "cpu_bytes_to_use, or lower reservations"
     ),
     ("rejected_stores", "limit"): (
-        "Chunks could not be stored, because transfers and waiting requests use all "
-        "that their tenant may hold; raise its limit"
+        "Chunks could not be stored, because transfers, waiting requests and the rest "
+        "of their prompt use all that their tenant may hold; raise its limit"
     ),
     ("transfer_failures", "load"): (
         "A copy from host memory to the device failed; vLLM computes the tokens instead"

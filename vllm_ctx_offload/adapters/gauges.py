@@ -55,7 +55,10 @@ class PoolGauges:
         memory, stats, size = self._memory, self._stats, self._bytes_per_chunk
         stats.set("pinned_bytes", to=memory.num_pinned * size)
         stats.set("protected_bytes", to=memory.num_protected * size)
-        resident = memory.resident_by_tenant()
-        for tenant, num_chunks in resident.items() - self._resident.items():
-            stats.set("resident_bytes", tenant, to=num_chunks * size)
+        resident, before = memory.resident_by_tenant(), self._resident
+        if resident == before:
+            return
+        for tenant, num_chunks in resident.items():
+            if before.get(tenant) != num_chunks:
+                stats.set("resident_bytes", tenant, to=num_chunks * size)
         self._resident = resident

@@ -6,9 +6,11 @@ and a class that a release lacks needs no special case.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+from vllm_ctx_offload.adapters.drafts import draft_lookahead
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import GroupShape, ModelShape
 
@@ -19,6 +21,7 @@ _SUPPORTED: Final = (
     "FullAttentionSpec",
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
+    "MambaSpec",
 )
 # Kinds of full attention in name: their tables have holes in the middle, blocks that
 # belong to no token, or no KV at all.
@@ -31,7 +34,8 @@ def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> Non
     Args:
         kv_cache_config: vLLM's.
         version: of vLLM, for the message.
-        recomputes: whether it can recompute a failed load of several groups.
+        recomputes: whether it can recompute a failed load as a whole; then it also
+            hands over the states of recurrent layers.
 
     Raises:
         ConfigError: with the reason and what to do instead.
@@ -39,24 +43,31 @@ def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> Non
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in _layer_specs(group)]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
-    if not specs or not all(map(_is_supported, specs)):
+    # vLLM keeps blocks of some groups in a pool of their own.
+    in_one_pool = not any(getattr(group, "host_resident", False) for group in groups)
+    if not specs or not all(map(_is_supported, specs)) or not in_one_pool:
         raise ConfigError(
             f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
-            f"{kinds}, but only full, sliding-window and chunked-local attention and "
-            "MLA are supported yet; serve it without the connector."
+            f"{kinds}, but only full, sliding-window and chunked-local attention, MLA "
+            "and recurrent layers are supported yet; serve it without the connector."
         )
-    sizes = sorted({spec.block_size for spec in specs})
-    if len(sizes) > 1:
+    recurrent = [spec for spec in specs if _is_a(spec, "MambaSpec")]
+    modes = sorted({spec.mamba_cache_mode for spec in recurrent} - {"align"})
+    if modes:
         raise ConfigError(
-            f"CtxOffloadConnector: the model's KV cache groups have blocks of {sizes} "
-            "tokens, but only one block size is supported yet; try "
-            "--disable-hybrid-kv-cache-manager, or serve without the connector."
+            "CtxOffloadConnector: the states of this model's recurrent layers are kept "
+            f"in mode '{modes[0]}', but can be offloaded only where blocks end, in "
+            "mode 'align'; set --enable-prefix-caching, and --mamba-cache-mode align "
+            "if vLLM knows that option."
         )
-    if len(groups) > 1 and not recomputes:
+    if not recomputes and not (
+        len(groups) == 1 and _group_shape(groups[0]).looks_at_all
+    ):
         raise ConfigError(
-            f"CtxOffloadConnector: this model has {len(groups)} KV cache groups, and "
-            f"vLLM {version} can't recompute a failed load of more than one; "
-            "use a newer vLLM, or --disable-hybrid-kv-cache-manager."
+            f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
+            f"{kinds}, and vLLM {version} can recompute a failed load only of one "
+            "group of full attention; use a newer vLLM, or try "
+            "--disable-hybrid-kv-cache-manager."
         )
 
 
@@ -65,7 +76,8 @@ def _is_a(spec: Any, *names: str) -> bool:
 
 
 def _is_supported(spec: Any) -> bool:
-    return _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
+    cached = getattr(spec, "prefix_cacheable", True)  # vLLM's own scratch is not
+    return cached and _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
 
 
 def _layer_specs(group: Any) -> Iterator[Any]:
@@ -80,39 +92,52 @@ def _layer_specs(group: Any) -> Iterator[Any]:
 def model_shape(vllm_config: Any, kv_cache_config: Any) -> ModelShape:
     """Returns the sizes that vLLM settled on for the model's KV cache."""
     parallel = vllm_config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
-    tokens_per_block = next(_layer_specs(groups[0])).block_size
+    groups = tuple(map(_group_shape, kv_cache_config.kv_cache_groups))
     return ModelShape(
-        tokens_per_block=tokens_per_block,
-        # Of groups of one block size vLLM hashes whole blocks, unless it is told to
-        # hash less (`resolve_kv_cache_block_sizes`).
+        groups=groups,
+        # vLLM hashes as many tokens as divide the blocks of all groups, unless it is
+        # told to hash less (`resolve_kv_cache_block_sizes`).
         tokens_per_hash=(
             getattr(vllm_config.cache_config, "prefix_match_unit", None)
-            or tokens_per_block
+            or math.gcd(*(group.tokens_per_block for group in groups))
         ),
         bytes_per_block=_bytes_per_block(kv_cache_config),
         num_device_blocks=kv_cache_config.num_blocks,
         num_workers=parallel.world_size,
         num_engines=max(parallel.data_parallel_size_local, 1),
-        groups=tuple(_group_shape(group) for group in groups),
+        writes_early=_writes_early(vllm_config, kv_cache_config),
+        draft_lookahead=draft_lookahead(vllm_config),
     )
 
 
+def _writes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether new blocks are zeroed or copied to before the worker's first hook.
+
+    The second model runner does so in `update_requests`, the first one only after
+    `handle_preemptions`. Nothing else is written before it.
+    """
+    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    return zeroes and getattr(vllm_config, "use_v2_model_runner", False)
+
+
 def _group_shape(group: Any) -> GroupShape:
-    """Returns how far back a group's layers look, the widest view of them."""
+    """Returns the group's blocks, and the widest view of its layers."""
     specs = list(_layer_specs(group))
+    size = specs[0].block_size
+    if all(_is_a(spec, "MambaSpec") for spec in specs):
+        return GroupShape(size, recurrent=True)
     if all(_is_a(spec, "SlidingWindowSpec") for spec in specs):
         # Speculative decoding may keep some tokens more.
         windows = [
             spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
             for spec in specs
         ]
-        return GroupShape(window=max(windows))
+        return GroupShape(size, window=max(windows))
     if all(_is_a(spec, "ChunkedLocalAttentionSpec") for spec in specs):
         stretches = {spec.attention_chunk_size for spec in specs}
         if len(stretches) == 1:
-            return GroupShape(stretch=stretches.pop())
-    return GroupShape()
+            return GroupShape(size, stretch=stretches.pop())
+    return GroupShape(size)
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:

@@ -44,6 +44,7 @@ class SchedulerSide:
         """Makes an empty pool; with `kv_events` its changes are collected."""
         self._config = config
         self._plan = plan
+        self._has_states = any(group.recurrent for group in plan.groups)
         self._stats = OffloadStats()
         self._warned: set[tuple[str, str]] = set()
         self._disabled = False
@@ -53,8 +54,8 @@ class SchedulerSide:
             config,
             plan.num_slots,
             plan.bytes_per_chunk,
-            tokens_per_chunk=plan.tokens_per_chunk,
-            keys_per_chunk=len(plan.groups),
+            tokens_per_chunk=plan.tokens_per_span,
+            keys_per_chunk=sum(plan.chunks_per_span),
         )
         self._events = ChunkEvents() if kv_events else None
         memory = HostMemoryManager(
@@ -103,12 +104,19 @@ class SchedulerSide:
         )
 
     def lookup(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
+        def look_up() -> tuple[int | None, bool]:
+            answer = self.planner.lookup(request, num_local_tokens, time.monotonic())
+            if self._has_states:
+                # vLLM ends a piece of the prompt there, and so keeps a state. It knows
+                # of what is on the device alone.
+                request.shared_prefix_boundary = max(
+                    request.shared_prefix_boundary,
+                    self.planner.shared_tokens(request.request_id),
+                )
+            return answer
+
         nothing: tuple[int | None, bool] = (0, False)
-        return self._attempt(
-            "get_num_new_matched_tokens",
-            lambda: self.planner.lookup(request, num_local_tokens, time.monotonic()),
-            nothing,
-        )
+        return self._attempt("get_num_new_matched_tokens", look_up, nothing)
 
     def on_allocated(
         self,

@@ -42,7 +42,7 @@ from vllm_ctx_offload.adapters.metrics import (
 )
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
-from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
 __all__ = [
@@ -308,4 +308,24 @@ def step_events(output: SchedulerOutput) -> StepEvents:
         tables=tables,
         # A resumed request was preempted, whether or not this release says so too.
         preempted=(output.preempted_req_ids or set()) | cached.resumed_req_ids,
+        copied_to=tuple(
+            copy.dst_block_id
+            for copy in getattr(output, "kv_cache_block_copies", None) or ()
+        ),
+        states=_final_states(output),
     )
+
+
+def _final_states(output: SchedulerOutput) -> dict[str, list[FinalState]]:
+    """Returns the states of recurrent layers that vLLM hands over, by request.
+
+    It knows best: a table does not say which of its blocks holds a state that is final,
+    nor always for how many tokens.
+    """
+    offered = getattr(output, "kv_connector_block_state", None)
+    if offered is None:
+        return {}
+    return {
+        request_id: [FinalState(*state) for state in states]
+        for request_id, states in offered.boundary_state_offloads.items()
+    }

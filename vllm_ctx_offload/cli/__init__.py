@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from vllm_ctx_offload import __version__
@@ -24,5 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_simulate(commands)
     add_top(commands)
     args = parser.parse_args(argv)
-    exit_code: int = args.run(args)
+    try:
+        exit_code: int = args.run(args)
+    except BrokenPipeError:
+        # The reader, such as `head`, has enough. Python would complain at its end too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return exit_code

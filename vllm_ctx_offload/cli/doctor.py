@@ -28,6 +28,7 @@ from vllm_ctx_offload.cli.doctor_model import (
 from vllm_ctx_offload.cli.doctor_plan import (
     Engines,
     check_config,
+    check_role,
     check_room,
     make_plan,
     plan_as_json,
@@ -114,6 +115,7 @@ def _config(args: argparse.Namespace, findings: list[Finding]) -> OffloadConfig 
     except ConfigError as error:
         findings.append(Finding(Level.FAULT, "config", str(error)))
         return None
+    findings += check_role(args.extra_config or "{}")
     config, faults = check_config(values)
     findings += (Finding(Level.FAULT, "config", fault) for fault in faults)
     if config is not None and args.extra_config is not None:

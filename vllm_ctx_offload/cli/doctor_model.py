@@ -29,7 +29,8 @@ _TEXT: Final = ("text_config", "llm_config", "language_config")
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _CHUNKED: Final = "chunked_attention"
-# Keys of state-space and linear-attention layers, whose caches are no blocks of tokens.
+# Keys of state-space and linear-attention layers. How large a state is, and so a block
+# of the others, only the model's code knows.
 _RECURRENT: Final = ("mamba_", "ssm_", "linear_num_", "linear_attn", "rwkv")
 _RECURRENT_KEYS: Final = ("hybrid_override_pattern", "layers_block_type", "state_size")
 # Keys that make the caches of layers differ in ways that only vLLM's model code knows.
@@ -74,7 +75,7 @@ class KvShape(NamedTuple):
     layer_bytes_per_token: int
     # A block holds the tokens of one group; the last group of a kind may be padded.
     layers_per_group: int
-    groups: tuple[GroupShape, ...]
+    groups: tuple[GroupShape, ...]  # as of blocks of one token
 
     @property
     def group_bytes_per_token(self) -> int:
@@ -209,11 +210,11 @@ def _groups(
     if refused:
         raise ConfigError(
             f"CtxOffloadConnector: this model has layers of {', '.join(refused)}, but "
-            "only full, sliding-window and chunked-local attention and MLA are "
-            "supported yet; serve it without the connector."
+            "only full, sliding-window and chunked-local attention, MLA and recurrent "
+            "layers are supported yet; serve it without the connector."
         )
     if len(layers) > 1 and not hybrid_manager:
-        return num_layers, (GroupShape(),)  # then vLLM keeps the KV of all in full
+        return num_layers, (GroupShape(1),)  # then vLLM keeps the KV of all in full
     fewest, most = min(layers.values()), max(layers.values())
     size = most if most < 1.5 * fewest else fewest
     groups = []
@@ -227,7 +228,7 @@ def _layer_kinds(text: Mapping[str, Any], num_layers: int) -> Counter[str]:
     if text.get("is_encoder_decoder"):
         return Counter({"cross-attention": num_layers})
     if any(key in _RECURRENT_KEYS or key.startswith(_RECURRENT) for key in text):
-        return Counter({"recurrent state": num_layers})
+        raise _unknown("recurrent layers")
     types = text.get("layer_types")
     if isinstance(types, list) and types:
         return Counter(_FULL if kind == "attention" else str(kind) for kind in types)
@@ -238,10 +239,10 @@ def _layer_kinds(text: Mapping[str, Any], num_layers: int) -> Counter[str]:
 
 def _group(kind: str, text: Mapping[str, Any]) -> GroupShape:
     if kind == _SLIDING:
-        return GroupShape(window=_needed(text, ("sliding_window",)))
+        return GroupShape(1, window=_needed(text, ("sliding_window",)))
     if kind == _CHUNKED:
-        return GroupShape(stretch=_needed(text, ("attention_chunk_size",)))
-    return GroupShape()
+        return GroupShape(1, stretch=_needed(text, ("attention_chunk_size",)))
+    return GroupShape(1)
 
 
 def _element_bytes(text: Mapping[str, Any], options: KvOptions) -> int:

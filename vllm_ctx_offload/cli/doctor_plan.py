@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from vllm_ctx_offload import CONNECTOR_NAME
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
 from vllm_ctx_offload.cli.doctor_model import KvShape
 from vllm_ctx_offload.config import OffloadConfig, parse_config
@@ -21,6 +23,7 @@ from vllm_ctx_offload.plan import ModelShape, OffloadPlan, resolve_plan
 __all__ = [
     "Engines",
     "check_config",
+    "check_role",
     "check_room",
     "make_plan",
     "plan_as_json",
@@ -69,6 +72,11 @@ def read_extra_config(text: str) -> dict[str, Any]:
     """
     values = read_json(text)
     if isinstance(values, dict) and "kv_connector" in values:
+        if values["kv_connector"] != CONNECTOR_NAME:
+            raise ConfigError(
+                f"--extra-config: kv_connector = '{values['kv_connector']}', not "
+                f"'{CONNECTOR_NAME}'; of a MultiConnector give the part that is ours."
+            )
         values = values.get(_INLINE, {})
     if not isinstance(values, dict):
         raise ConfigError("--extra-config is no JSON object; write '{...}'.")
@@ -76,6 +84,18 @@ def read_extra_config(text: str) -> dict[str, Any]:
 
 
 # ---- faults
+
+
+def check_role(text: str) -> Iterator[Finding]:
+    """Has a whole kv_transfer_config the role that the connector needs?"""
+    values = read_json(text)
+    if "kv_connector" in values and values.get("kv_role") != "kv_both":
+        yield Finding(
+            Level.FAULT,
+            "config",
+            f"kv_transfer_config: kv_role = '{values.get('kv_role')}', but this "
+            "connector both stores and loads; set it to 'kv_both'.",
+        )
 
 
 def check_config(values: Mapping[str, Any]) -> tuple[OffloadConfig | None, list[str]]:
@@ -159,14 +179,15 @@ def make_plan(
     config: OffloadConfig, shape: KvShape, engines: Engines
 ) -> tuple[OffloadPlan | None, list[str]]:
     """Returns (the plan of one engine, if there is one; every fault)."""
+    size = engines.tokens_per_block
+    groups = [dataclasses.replace(g, tokens_per_block=size) for g in shape.groups]
     model = ModelShape(
-        tokens_per_block=engines.tokens_per_block,
-        tokens_per_hash=engines.tokens_per_block,
-        bytes_per_block=shape.group_bytes_per_token * engines.tokens_per_block,
+        groups=tuple(groups),
+        tokens_per_hash=size,
+        bytes_per_block=shape.group_bytes_per_token * size,
         num_device_blocks=1,  # the plan does not depend on it
         num_workers=engines.num_workers,
         num_engines=engines.num_engines,
-        groups=shape.groups,
     )
     faults = []
     # One tenant at a time, because only the first fault of all would be said.
@@ -215,13 +236,13 @@ def plan_as_json(
         "num_workers": plan.num_workers,
         "bytes_per_token_per_worker": shape.bytes_per_token,
         "bytes_per_token": shape.bytes_per_token * plan.num_workers,
-        "tokens_per_block": plan.tokens_per_block,
+        "tokens_per_block": plan.groups[0].tokens_per_block,
         "blocks_per_chunk": plan.blocks_per_chunk,
-        "tokens_per_chunk": plan.tokens_per_chunk,
+        "tokens_per_chunk": plan.tokens_per_span,
         "bytes_per_chunk": plan.bytes_per_chunk,
         "num_slots": plan.num_slots,
         # Of each token there is a chunk in every group.
-        "tokens_that_fit": plan.num_slots * plan.tokens_per_chunk // len(plan.groups),
+        "tokens_that_fit": plan.worth_in_tokens(plan.num_slots),
         "bytes_per_worker": plan.bytes_per_worker,
         "total_bytes": plan.total_bytes,
         "max_protected_chunks": config.max_protected.resolve(plan.num_slots),

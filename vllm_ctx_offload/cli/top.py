@@ -125,6 +125,15 @@ def _show(readings: Iterator[Snapshot | str], args: argparse.Namespace) -> None:
             print(json.dumps(plain))
             sys.stdout.flush()
         return
+    if sys.stdout.isatty():
+        _draw_in_place(readings)
+        return
+    console = Console(width=_PIPE_WIDTH)
+    for reading in readings:
+        console.print(Text(reading) if isinstance(reading, str) else draw(reading))
+
+
+def _draw_in_place(readings: Iterator[Snapshot | str]) -> None:
     last: RenderableType = ""
     with Live(console=Console(), auto_refresh=False) as live:
         for reading in readings:

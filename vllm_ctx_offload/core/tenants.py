@@ -126,9 +126,6 @@ class Accounts:
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts)
 
-    def __getitem__(self, name: str) -> Account:
-        return self._by_name[name]
-
     def get(self, name: str) -> Account:
         """Returns the account of tenant `name`, which may be undeclared."""
         return self._by_name.get(name) or self._by_name[DEFAULT_TENANT]

@@ -2,5 +2,13 @@
 
 from vllm_ctx_offload.scheduler.planner import Planner, StepEvents, TableUpdate
 from vllm_ctx_offload.scheduler.request_state import RequestOffloadState, RequestView
+from vllm_ctx_offload.scheduler.stores import FinalState
 
-__all__ = ["Planner", "RequestOffloadState", "RequestView", "StepEvents", "TableUpdate"]
+__all__ = [
+    "FinalState",
+    "Planner",
+    "RequestOffloadState",
+    "RequestView",
+    "StepEvents",
+    "TableUpdate",
+]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.jobs import JobKind, JobTable
 from vllm_ctx_offload.scheduler.request_state import (
     NULL_BLOCK,
@@ -37,6 +38,12 @@ class LoadPlanner:
         load_wait_s: float,
     ) -> None:
         self._plan = plan
+        self._chain = ChainShape(plan)
+        self._all_seeing: list[int] = []
+        self._short_sighted: list[int] = []
+        for group, shape in enumerate(plan.groups):
+            sight = self._all_seeing if shape.looks_at_all else self._short_sighted
+            sight.append(group)
         self._manager = manager
         self._jobs = jobs
         self._stats = stats
@@ -76,15 +83,16 @@ class LoadPlanner:
     def _loadable_chain(
         self, state: RequestOffloadState, num_local_tokens: int
     ) -> list[bytes]:
-        """Returns the keys of all chunks up to the last one that may be loaded.
+        """Returns the keys of all spans up to the last one that may be loaded.
 
-        The last token is never loaded: the model needs one to compute.
+        The last token is never loaded: the model needs one to compute. Tokens that are
+        looked up only to be dropped come on top.
         """
-        plan = self._plan
         end = state.request.num_tokens - 1
         if (cap := state.req_context.hints.max_load_tokens) is not None:
             end = min(end, num_local_tokens + cap)
-        return state.chain(end // plan.tokens_per_chunk, plan.hashes_per_chunk)
+        end = min(end + self._plan.dropped_tokens, state.request.num_tokens)
+        return state.chain(end // self._chain.tokens_per_span, self._chain)
 
     def _hit_boundary(
         self, state: RequestOffloadState, keys: Sequence[bytes], num_local_tokens: int
@@ -92,34 +100,73 @@ class LoadPlanner:
         """Returns the tokens up to which every group can go on, and if one is coming.
 
         Groups that look at everything need all chunks past the local hit, others only
-        those they still look at from the boundary. A chunk that is missing moves the
-        boundary before it, and so what the others need.
+        those they still look at from the boundary, recurrent ones the state there. A
+        chunk that is missing moves the boundary before it, and so what the others need.
+        See `dropped_tokens` of the plan for what is found at the end but not loaded.
         """
-        plan, num_groups = self._plan, len(self._plan.groups)
-        boundary, pending = len(keys) // num_groups, False
-        settled = 0  # groups in a row that agree
-        group = 0
-        while settled < num_groups and boundary:
-            first = self._first_chunk(group, boundary, num_local_tokens)
-            needed = keys[group::num_groups][first:boundary]
-            found = self._manager.lookup(needed, state.req_context)
-            if found.num_ready < len(needed):
-                boundary, pending = first + found.num_ready, found.pending
-                settled = 0  # this group too: from there it looks back further
-            else:
-                settled += 1
-            group = (group + 1) % num_groups
-        return boundary * plan.tokens_per_chunk, pending
+        boundary, pending = len(keys) // self._chain.keys_per_span, False
+        for group in self._all_seeing:  # they agree to any shorter one too
+            boundary, coming = self._reach(
+                state, keys, group, boundary, num_local_tokens
+            )
+            pending |= coming
+        if self._all_seeing:
+            state.shared_tokens = boundary * self._chain.tokens_per_span
+        agreed = 0
+        while boundary and agreed != boundary:
+            agreed = boundary
+            for group in self._short_sighted:
+                boundary, coming = self._reach(
+                    state, keys, group, boundary, num_local_tokens
+                )
+                pending |= coming
+        return self._end_of_hit(boundary), pending
 
-    def _first_chunk(self, group: int, boundary: int, num_local_tokens: int) -> int:
-        """Returns the first chunk that a group needs to go on from a boundary.
+    def _end_of_hit(self, boundary: int) -> int:
+        """Returns the tokens that can be had where that many spans were found."""
+        end = boundary * self._chain.tokens_per_span - self._plan.dropped_tokens
+        return max(end, 0)
 
-        It may begin before the end of the local hit.
+    def _reach(
+        self,
+        state: RequestOffloadState,
+        keys: Sequence[bytes],
+        group: int,
+        boundary: int,
+        num_local_tokens: int,
+    ) -> tuple[int, bool]:
+        """Returns (the boundary, or where one group misses a chunk; if it is coming).
+
+        Other than one that looks at everything, the group may miss something there too.
         """
-        per_chunk = self._plan.tokens_per_chunk
-        shape = self._plan.groups[group]
-        first = max(shape.first_needed(boundary * per_chunk), num_local_tokens)
-        return min(first // per_chunk, boundary)
+        first, end = self._needed_chunks(group, boundary, num_local_tokens)
+        needed = self._chain.keys_of(group, keys)[first:end]
+        found = self._manager.lookup(needed, state.req_context)
+        if found.num_ready < len(needed):
+            if self._plan.groups[group].recurrent:
+                return boundary - 1, found.pending
+            boundary = self._chain.num_whole_spans(group, first + found.num_ready)
+        return boundary, found.pending
+
+    def _needed_chunks(
+        self, group: int, boundary: int, num_local_tokens: int
+    ) -> tuple[int, int]:
+        """Returns (first, end) of the chunks with which a group can go on.
+
+        The first may begin before the end of the local hit.
+
+        Args:
+            group: of layers.
+            boundary: the spans that are to be found.
+            num_local_tokens: of these, in whole blocks, that need not be loaded.
+        """
+        shape, size = self._plan.groups[group], self._plan.tokens_per_chunk(group)
+        num_tokens = self._end_of_hit(boundary)
+        end = self._chain.num_chunks(group, boundary)
+        if shape.recurrent:
+            end = num_tokens // size  # no drafter has such layers
+        first = max(shape.first_needed(num_tokens), num_local_tokens) // size
+        return min(first, end), end
 
     def _take_lease(
         self,
@@ -128,17 +175,16 @@ class LoadPlanner:
         num_local_tokens: int,
         end: int,
     ) -> None:
-        num_groups = len(self._plan.groups)
-        boundary = end // self._plan.tokens_per_chunk
-        firsts = [
-            self._first_chunk(group, boundary, num_local_tokens)
-            for group in range(num_groups)
-        ]
+        end_found = end + self._plan.dropped_tokens
+        boundary = end_found // self._chain.tokens_per_span
         places = tuple(
-            index * num_groups + group
-            for index in range(min(firsts), boundary)
-            for group, first in enumerate(firsts)
-            if index >= first
+            sorted(
+                self._chain.place(group, chunk)
+                for group in range(len(self._plan.groups))
+                for chunk in range(
+                    *self._needed_chunks(group, boundary, num_local_tokens)
+                )
+            )
         )
         leased = tuple([keys[place] for place in places])
         slots = self._manager.prepare_load(leased, state.req_context)
@@ -221,16 +267,22 @@ class LoadPlanner:
         vLLM may take less than it was promised. Blocks of the local hit are never a
         target, even where it ends inside a chunk, nor holes of a table.
         """
-        plan, per_chunk = self._plan, self._plan.blocks_per_chunk
-        first = lease.start_token // plan.tokens_per_block
-        end = -(-(lease.start_token + num_tokens) // plan.tokens_per_block)
+        per_chunk = self._plan.blocks_per_chunk
+        # Of each group, the first block to load and the end.
+        ranges = [
+            (
+                lease.start_token // group.tokens_per_block,
+                -(-(lease.start_token + num_tokens) // group.tokens_per_block),
+            )
+            for group in self._plan.groups
+        ]
         keys: list[bytes] = []
         unused: list[bytes] = []
         targets: list[int] = []
         rows: list[int] = []
         for key, slot, place in zip(lease.keys, lease.slots, lease.places, strict=True):
-            index, group = divmod(place, len(plan.groups))
-            start = index * per_chunk
+            group, chunk = self._chain.chunk_at(place)
+            start, (first, end) = chunk * per_chunk, ranges[group]
             if start >= end:
                 unused.append(key)
                 continue
@@ -262,11 +314,10 @@ def promised_blocks(
     They are their ends: nothing is computed in the step that admits an asynchronous
     load. The blocks before them are a local hit, which other requests may be reading.
     """
-    num_blocks = -(-num_tokens // plan.tokens_per_block)
     return tuple(
         block_id
-        for table in block_ids
-        for block_id in table[-num_blocks:]
+        for group, table in zip(plan.groups, block_ids, strict=True)
+        for block_id in table[(-num_tokens) // group.tokens_per_block :]
         if block_id != NULL_BLOCK
     )
 

@@ -19,7 +19,7 @@ from vllm_ctx_offload.scheduler.request_state import (
     Status,
     make_key_prefix,
 )
-from vllm_ctx_offload.scheduler.stores import StorePlanner
+from vllm_ctx_offload.scheduler.stores import FinalState, StorePlanner
 from vllm_ctx_offload.stats import OffloadStats
 
 __all__ = ["Planner", "StepEvents", "TableUpdate"]
@@ -42,6 +42,10 @@ class StepEvents:
     tables: Sequence[TableUpdate] = ()
     # Requests that lost their blocks since the last step.
     preempted: Collection[str] = ()
+    # Blocks that others are copied to, whether or not a table has them.
+    copied_to: Collection[int] = ()
+    # Of requests that run in this step.
+    states: Mapping[str, Sequence[FinalState]] = field(default_factory=dict)
 
 
 class Planner:
@@ -115,6 +119,13 @@ class Planner:
             state.leave_blocks()
         return self._loads.lookup(state, num_local_tokens, now)
 
+    def shared_tokens(self, request_id: str) -> int:
+        """Returns up to where a request's prompt was met before, at its last lookup.
+
+        A state there would be of use to the next one that shares it.
+        """
+        return self._states[request_id].shared_tokens
+
     def on_allocated(
         self,
         request: RequestView,
@@ -135,7 +146,7 @@ class Planner:
             # A resumed request is named too; it left its blocks when it was preempted.
             if state is not None and state.status is Status.RUNNING:
                 state.leave_blocks()
-        written: list[int] = []
+        written = list(events.copied_to)
         for load in self._new_loads:
             written.extend(load.block_ids)
         for update in events.tables:
@@ -148,7 +159,8 @@ class Planner:
             if state is None:
                 continue
             self._stores.forget_skipped(state)
-            if job := self._stores.plan_store(state, num_tokens):
+            states = events.states.get(request_id, ())
+            if job := self._stores.plan_store(state, num_tokens, states):
                 stores.append(job)
         # Taken last: after an error above, `abandon` still has to report the loads.
         loads, self._new_loads = tuple(self._new_loads), []
@@ -166,18 +178,12 @@ class Planner:
 
         Full blocks of a hit are only read.
         """
-        first_new = 0
-        if update.replace:
-            first_new = update.num_computed_tokens // self._plan.tokens_per_block
         if (state := self._states.get(update.request_id)) is not None:
             state.move_to(Status.RUNNING)
-            if update.replace:
-                state.block_ids = [list(table) for table in update.block_ids]
-            else:
-                for table, more in zip(state.block_ids, update.block_ids, strict=True):
-                    table.extend(more)
-        for blocks in update.block_ids:
-            yield from blocks[first_new:]
+            self._stores.set_table(state, update.block_ids, replace=update.replace)
+        num_hit = update.num_computed_tokens if update.replace else 0
+        for shape, blocks in zip(self._plan.groups, update.block_ids, strict=True):
+            yield from blocks[num_hit // shape.tokens_per_block :]
 
     # ---- results and ends
 
@@ -218,15 +224,17 @@ class Planner:
 
         Its blocks are freed right after. Chunks that are computed but were not stored
         yet are stored late: at the start of the next step, before anything can write
-        to the blocks again.
+        to the blocks again, or, if vLLM writes earlier, not at all.
         """
         state = self._states.pop(request.request_id, None)
         if state is None:
             return None
         self._loads.drop_lease(state)
         if state.status is Status.RUNNING:
-            state.block_ids = [list(table) for table in block_ids]
-            if job := self._stores.plan_store(state, 0):
+            self._stores.set_table(state, block_ids)
+            if not self._plan.writes_early and (
+                job := self._stores.plan_store(state, 0)
+            ):
                 self._new_late_stores.append(job)
             self._manager.touch(state.keys, state.req_context)
         state.move_to(Status.FINISHED)

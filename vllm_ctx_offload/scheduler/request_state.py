@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 from vllm_ctx_offload.context import ReqContext
+from vllm_ctx_offload.scheduler.chain import ChainShape
 
 __all__ = [
     "NULL_BLOCK",
@@ -91,16 +92,19 @@ class RequestOffloadState:
     req_context: ReqContext  # built once, when the request was first seen
     key_prefixes: tuple[bytes, ...]  # of each group: namespace and group, framed
     status: Status = Status.WAITING
-    # Head first; of one chunk of tokens the keys of all groups, in their order.
+    # Head first, in whole spans; see ChainShape.
     keys: list[bytes] = field(default_factory=list)
-    # The block table of each group; NULL_BLOCK where its layers need none any more.
+    # The block table of each group; NULL_BLOCK where its layers need none any more, and
+    # wherever a recurrent one may still write.
     block_ids: list[list[int]] = field(default_factory=list)
-    num_offered: int = 0  # chunks of tokens when the chain was last offered
+    num_offered: int = 0  # spans when the chain was last offered
     # Tokens whose KV in the current blocks must not be stored: it was computed before
     # a reset of the cache.
     store_barrier: bool = False
     lease: Lease | None = None
     answer: LookupAnswer | None = None
+    # Past which groups that look at everything can't go on from the last lookup.
+    shared_tokens: int = 0
     load_job_id: int | None = None  # of the load that LOADING waits for
     loading_tokens: int = 0  # that it brings
     load_failed: bool = False  # since it last had no blocks; it is computed then
@@ -127,26 +131,30 @@ class RequestOffloadState:
         self.store_barrier = False
         self.load_failed = self.stepped_back = False
 
-    def chain(self, num_chunks: int, hashes_per_chunk: int) -> list[bytes]:
-        """Returns the keys of the first chunks, as many of `num_chunks` as are hashed.
+    def chain(self, num_spans: int, shape: ChainShape) -> list[bytes]:
+        """Returns the keys of the first spans, as many of `num_spans` as are hashed.
 
         The key of a chunk is the hash at its end: hashes are chained, so it stands for
-        everything before it too. Chunk i of group g is at i * groups + g.
+        everything before it too.
         """
-        hashes = self.request.block_hashes
-        num_chunks = min(num_chunks, len(hashes) // hashes_per_chunk)
-        if self.keys and not self._is_current(hashes, hashes_per_chunk):
+        hashes, per_span = self.request.block_hashes, shape.hashes_per_span
+        num_spans = min(num_spans, len(hashes) // per_span)
+        num_known = len(self.keys) // shape.keys_per_span
+        if num_known and not self._is_current(hashes, num_known * per_span - 1):
             # A streaming-input session replaced tokens that were hashed already.
             self.keys = []
-            self.num_offered = 0
+            self.num_offered = num_known = 0
         prefixes = self.key_prefixes
-        for index in range(len(self.keys) // len(prefixes), num_chunks):
-            end_hash = hashes[(index + 1) * hashes_per_chunk - 1]
-            self.keys.extend([prefix + end_hash for prefix in prefixes])
-        return self.keys[: num_chunks * len(prefixes)]
+        for start in range(num_known * per_span, num_spans * per_span, per_span):
+            self.keys.extend(
+                [
+                    prefixes[group] + hashes[start + offset]
+                    for group, offset in shape.hash_columns
+                ]
+            )
+        return self.keys[: num_spans * shape.keys_per_span]
 
-    def _is_current(self, hashes: Sequence[bytes], hashes_per_chunk: int) -> bool:
-        end = len(self.keys) // len(self.key_prefixes) * hashes_per_chunk - 1
+    def _is_current(self, hashes: Sequence[bytes], end: int) -> bool:
         if end >= len(hashes):
             return False
         return self.keys[-1] == self.key_prefixes[-1] + hashes[end]

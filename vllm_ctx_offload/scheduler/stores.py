@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.jobs import JobKind, JobTable
 from vllm_ctx_offload.scheduler.request_state import NULL_BLOCK, RequestOffloadState
 from vllm_ctx_offload.stats import OffloadStats
 
-__all__ = ["StorePlanner"]
+__all__ = ["FinalState", "StorePlanner"]
+
+# The part by which a chain has to grow before it is offered again.
+_GROWTH: Final = 64
+
+
+class FinalState(NamedTuple):
+    """A recurrent group's state that nothing will write to any more."""
+
+    group: int
+    block_id: int
+    num_tokens: int  # that it stands for
 
 
 class StorePlanner:
@@ -26,13 +39,18 @@ class StorePlanner:
         prompt_only: bool,
     ) -> None:
         self._plan = plan
+        self._chain = ChainShape(plan)
         self._manager = manager
         self._jobs = jobs
         self._stats = stats
         self._prompt_only = prompt_only
+        self._frees_early = not all(group.looks_at_all for group in plan.groups)
 
     def plan_store(
-        self, state: RequestOffloadState, num_new_tokens: int
+        self,
+        state: RequestOffloadState,
+        num_new_tokens: int,
+        states: Sequence[FinalState] = (),
     ) -> TransferJob | None:
         """Offers the request's chain if it has grown; returns the copy to make.
 
@@ -44,29 +62,88 @@ class StorePlanner:
             state: of a running request.
             num_new_tokens: that the step being planned computes on top of
                 `num_computed_tokens`.
+            states: of recurrent groups, that are final once the step has run.
         """
         if not state.req_context.hints.store or state.store_barrier:
             return None
-        plan = self._plan
-        num_chunks = self._num_storable(state, num_new_tokens) // plan.tokens_per_chunk
-        if num_chunks <= state.num_offered:
+        shape, lookahead = self._chain, self._plan.draft_lookahead
+        num_tokens = self._num_storable(state, num_new_tokens, lookahead)
+        num_spans = num_tokens // shape.tokens_per_span
+        if not states and not self._has_grown(state, num_spans, num_new_tokens == 0):
             return None
-        keys = state.chain(num_chunks, plan.hashes_per_chunk)
-        num_chunks = len(keys) // len(plan.groups)
-        if num_chunks <= state.num_offered:
+        if states:  # drafts are nothing to them
+            num_tokens = self._num_storable(state, num_new_tokens, 0)
+        keys = state.chain(num_tokens // shape.tokens_per_span, shape)
+        num_spans = min(num_spans, len(keys) // shape.keys_per_span)
+        if num_spans <= state.num_offered and not states:
             return None  # complete, but not hashed yet
-        state.num_offered = num_chunks
-        return self._offer(state, keys)
+        state.num_offered = num_spans
+        self._show(state, states)
+        job = self._offer(state, keys, num_spans)
+        self._show(state, [final._replace(block_id=NULL_BLOCK) for final in states])
+        return job
 
-    def _num_storable(self, state: RequestOffloadState, num_new_tokens: int) -> int:
-        """Returns the tokens whose KV is final once the planned step has run."""
+    def _has_grown(
+        self, state: RequestOffloadState, num_spans: int, at_its_end: bool
+    ) -> bool:
+        """Whether a chain is worth to be offered again, which costs by its length.
+
+        While a request decodes, chains of n chunks wait for n/64 more, or for its end;
+        so a chunk costs the same however long the chain is. Not where blocks are freed
+        before the end: they could not be stored later.
+        """
+        if at_its_end or self._frees_early or num_spans <= state.num_offered:
+            return num_spans > state.num_offered
+        num_in_prompt = state.request.num_prompt_tokens // self._chain.tokens_per_span
+        if state.num_offered < num_in_prompt:
+            return True
+        return num_spans - state.num_offered >= state.num_offered / _GROWTH
+
+    def _show(self, state: RequestOffloadState, states: Sequence[FinalState]) -> None:
+        """Puts states into the tables; only there can they be stored."""
+        for group, block_id, num_tokens in states:
+            block, rest = divmod(num_tokens, self._plan.groups[group].tokens_per_block)
+            # vLLM may also keep the one at the end of a prompt, inside a block.
+            if not rest:
+                state.block_ids[group][block - 1] = block_id
+
+    def set_table(
+        self,
+        state: RequestOffloadState,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        replace: bool = True,
+    ) -> None:
+        """Takes new tables, or blocks to append to them.
+
+        A state is copied on from block to block and written to all the time, so the
+        blocks of a recurrent group count only when vLLM hands them over.
+        """
+        if replace:
+            state.block_ids = [[] for _ in block_ids]
+        for shape, table, more in zip(
+            self._plan.groups, state.block_ids, block_ids, strict=True
+        ):
+            table.extend([NULL_BLOCK] * len(more) if shape.recurrent else more)
+
+    def _num_storable(
+        self, state: RequestOffloadState, num_new_tokens: int, lookahead: int
+    ) -> int:
+        """Returns the tokens whose KV is final once the planned step has run.
+
+        That of the last `lookahead` tokens changes with those that come after.
+        """
         request = state.request
         # Beyond num_tokens are drafts and tokens that are not known yet.
         num_tokens = min(
             request.num_computed_tokens + num_new_tokens, request.num_tokens
         )
-        for block_ids in state.block_ids or ([],):
-            num_tokens = min(num_tokens, len(block_ids) * self._plan.tokens_per_block)
+        num_tokens -= lookahead
+        groups = self._plan.groups
+        for shape, table in zip(
+            groups, state.block_ids or [[]] * len(groups), strict=True
+        ):
+            num_tokens = min(num_tokens, len(table) * shape.tokens_per_block)
         if self._prompt_only:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         if (cap := state.req_context.hints.max_offload_tokens) is not None:
@@ -74,12 +151,16 @@ class StorePlanner:
         return num_tokens
 
     def _offer(
-        self, state: RequestOffloadState, keys: list[bytes]
+        self, state: RequestOffloadState, keys: list[bytes], num_final: int
     ) -> TransferJob | None:
+        """Offers a chain of which `num_final` spans, and all states, are final."""
         holes = self._holes(state, len(keys))
+        for place in range(num_final * self._chain.keys_per_span, len(keys)):
+            group, _ = self._chain.chunk_at(place)
+            if not self._plan.groups[group].recurrent:
+                holes.add(place)
         grant = self._manager.prepare_store(keys, state.req_context, holes=holes)
-        plan, per_chunk = self._plan, self._plan.blocks_per_chunk
-        state.rejected_tokens = self._num_tokens(grant.num_rejected)
+        state.rejected_tokens = self._plan.worth_in_tokens(grant.num_rejected)
         state.rejected_reason = grant.reason
         if grant.reason is not None:
             self._stats.count(
@@ -90,15 +171,17 @@ class StorePlanner:
             )
         if not grant.indices:
             return None
-        state.stored_tokens += self._num_tokens(len(grant.indices))
+        state.stored_tokens += self._plan.worth_in_tokens(len(grant.indices))
+        size = self._plan.blocks_per_chunk
         block_ids: list[int] = []
-        for place in grant.indices:
-            index, group = divmod(place, len(plan.groups))
-            table = state.block_ids[group]
-            block_ids.extend(table[index * per_chunk : (index + 1) * per_chunk])
-        rows = itertools.chain.from_iterable(
-            range(slot * per_chunk, (slot + 1) * per_chunk) for slot in grant.slots
-        )
+        rows: list[int] = []
+        for place, slot in zip(grant.indices, grant.slots, strict=True):
+            group, chunk = self._chain.chunk_at(place)
+            blocks = state.block_ids[group][chunk * size : (chunk + 1) * size]
+            for row, block_id in enumerate(blocks, slot * size):
+                if block_id != NULL_BLOCK:
+                    block_ids.append(block_id)
+                    rows.append(row)
         return self._jobs.add(
             JobKind.STORE,
             state.req_context,
@@ -107,23 +190,22 @@ class StorePlanner:
             tuple(rows),
         )
 
-    def _holes(self, state: RequestOffloadState, num_keys: int) -> frozenset[int]:
-        """Returns the places of chunks that are not whole on the device any more."""
-        num_groups, per_chunk = len(self._plan.groups), self._plan.blocks_per_chunk
-        return frozenset(
-            place
-            for group, shape in enumerate(self._plan.groups)
-            if not shape.looks_at_all
-            for place in range(group, num_keys, num_groups)
-            if NULL_BLOCK
-            in state.block_ids[group][
-                place // num_groups * per_chunk : (place // num_groups + 1) * per_chunk
-            ]
-        )
+    def _holes(self, state: RequestOffloadState, num_keys: int) -> set[int]:
+        """Returns the places of chunks that are not whole on the device any more.
 
-    def _num_tokens(self, num_chunks: int) -> int:
-        """Returns what chunks of all groups together are worth in tokens."""
-        return num_chunks * self._plan.tokens_per_chunk // len(self._plan.groups)
+        What no layer of the group looks at from the chunk's end on may be missing.
+        """
+        per_chunk, holes = self._plan.blocks_per_chunk, set()
+        for group, shape in enumerate(self._plan.groups):
+            if shape.looks_at_all:
+                continue
+            table, size = state.block_ids[group], shape.tokens_per_block
+            for place, chunk in self._chain.places_of(group, num_keys):
+                end = (chunk + 1) * per_chunk
+                first = max(shape.first_needed(end * size) // size, chunk * per_chunk)
+                if NULL_BLOCK in table[first:end]:
+                    holes.add(place)
+        return holes
 
     def forget_skipped(self, state: RequestOffloadState) -> None:
         """Follows vLLM, which frees what no layer of a group can attend to any more.
@@ -133,9 +215,9 @@ class StorePlanner:
         """
         num_computed = state.request.num_computed_tokens
         for shape, block_ids in zip(self._plan.groups, state.block_ids, strict=False):
-            num_skipped = (
-                shape.first_needed(num_computed) // self._plan.tokens_per_block
-            )
+            if shape.recurrent:
+                continue
+            num_skipped = shape.first_needed(num_computed) // shape.tokens_per_block
             for index in range(min(num_skipped, len(block_ids)) - 1, -1, -1):
                 if block_ids[index] == NULL_BLOCK:
                     break

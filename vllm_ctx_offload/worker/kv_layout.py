@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_ctx_offload.errors import ConfigError
 
-__all__ = ["BlockLayout", "Segment", "block_axis", "derive_layout"]
+__all__ = ["BlockLayout", "Segment", "block_axis", "derive_layout", "named_tensors"]
 
 # The widest dtype first: copies of wide elements are several times faster.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -55,9 +55,10 @@ class BlockLayout:
 def derive_layout(
     kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> BlockLayout:
-    """Returns the layout of a group's cache tensors.
+    """Returns the layout of all cache tensors.
 
-    Layers that share one tensor are taken once. Padding between blocks is left out.
+    Memory that layers share is taken once, also where groups cut their blocks up
+    differently. Padding between blocks is left out.
 
     Args:
         kv_caches: layer name -> cache tensor of any shape and stride, of which one
@@ -67,12 +68,11 @@ def derive_layout(
     Raises:
         ConfigError: a tensor's layout is not understood; names the layer.
     """
-    found: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for name, tensor in kv_caches.items():
-        identity = (tensor.data_ptr(), *tensor.shape, *tensor.stride())
-        if identity not in found:
-            found[identity] = _byte_views(name, tensor, num_blocks)
-    views = list(itertools.chain.from_iterable(found.values()))
+    views = _united(
+        itertools.chain.from_iterable(
+            _byte_views(name, tensor, num_blocks) for name, tensor in kv_caches.items()
+        )
+    )
     if not views:
         raise ConfigError(
             "CtxOffloadConnector: vLLM registered no KV cache tensor, so there is "
@@ -85,6 +85,40 @@ def derive_layout(
         segments.append(Segment(view.view(word), offset))
         offset += view.shape[1]
     return BlockLayout(tuple(segments), num_blocks, word)
+
+
+def _united(views: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns views of the same bytes, of which no two overlap within a block."""
+    alike: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for view in views:
+        place = view.untyped_storage().data_ptr(), view.stride(0)
+        alike.setdefault(place, []).append(view)
+    united: list[torch.Tensor] = []
+    for (_, stride), parts in alike.items():
+        end = -1
+        for part in sorted(parts, key=lambda part: int(part.storage_offset())):
+            start = int(part.storage_offset())
+            part_end = start + part.shape[1]
+            if start < end:
+                start = int(united.pop().storage_offset())
+                part_end = max(end, part_end)
+            size = (part.shape[0], part_end - start)
+            united.append(part.as_strided(size, (stride, 1), start))
+            end = part_end
+    return united
+
+
+def named_tensors(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Returns the caches with one name for each tensor of layers that have several."""
+    named: dict[str, torch.Tensor] = {}
+    for name, cache in kv_caches.items():
+        if isinstance(cache, torch.Tensor):
+            named[name] = cache
+        else:
+            named |= {f"{name}[{index}]": state for index, state in enumerate(cache)}
+    return named
 
 
 def _byte_views(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +19,11 @@ from vllm_ctx_offload.worker.cuda_transfer import (
     DeviceTerms,
 )
 from vllm_ctx_offload.worker.host_pool import HostPool
-from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
+from vllm_ctx_offload.worker.kv_layout import (
+    BlockLayout,
+    derive_layout,
+    named_tensors,
+)
 from vllm_ctx_offload.worker.proof import prove_layout
 from vllm_ctx_offload.worker.transfer import JobResult, Transfer
 
@@ -61,13 +65,20 @@ class OffloadWorker:
         # and of those that were open when the transfers were closed.
         self._ended: list[JobResult] = []
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        num_blocks: int,
+    ) -> None:
         """Takes the cache tensors, makes the pool, and proves the layout by use.
+
+        Recurrent layers may have several, one for each of their states.
 
         Raises:
             ConfigError: unknown layout, too little memory, or unsupported device.
         """
-        layout = derive_layout(kv_caches, num_blocks)
+        tensors = named_tensors(kv_caches)
+        layout = derive_layout(tensors, num_blocks)
         if layout.bytes_per_block > self._plan.bytes_per_block:
             raise ConfigError(
                 f"CtxOffloadConnector: a block takes {layout.bytes_per_block} bytes on "
@@ -82,7 +93,7 @@ class OffloadWorker:
         )
         try:
             self._transfer = _make_transfer(layout, self._pool)
-            prove_layout(self._transfer, kv_caches, num_blocks)
+            prove_layout(self._transfer, tensors, num_blocks)
         except ConfigError:
             self.close()
             raise
@@ -107,6 +118,9 @@ class OffloadWorker:
         """Called after the forward pass that computes the blocks was submitted."""
         for job in plan.stores:
             self._submit(job, to_host=True)
+        if self._plan.writes_early and plan.stores and self._transfer is not None:
+            # The fence of a block that is handed out again would come too late.
+            self._transfer.fence(tuple(job.job_id for job in plan.stores))
 
     def _submit(self, job: TransferJob, *, to_host: bool) -> None:
         if self._transfer is None:
@@ -137,10 +151,8 @@ class OffloadWorker:
         direction = "store" if result.to_host else "load"
         if not result.ok:
             self.stats.count("transfer_failures", direction)
-            return
-        self.stats.count("transferred_bytes", direction, by=result.num_bytes)
-        self.stats.count("transfer_seconds", direction, by=result.seconds)
-        self.stats.count("transfers", direction)
+        else:
+            self.stats.count("transfer_seconds", direction, by=result.seconds)
 
     def close(self) -> None:
         """Ends all transfers and gives the pool back. May be called twice."""
