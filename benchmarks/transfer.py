@@ -205,6 +205,8 @@ def goals(cases: Sequence[Case], result: dict[str, Any], device: str) -> Iterato
         yield goal("step beside a copy, cached", ratio, MAX_STEP_RATIO, met)
         # Two cores that both stream share one memory: a figure, not a goal.
         print(f"     step beside a copy, streamed: {steps['streamed']['ratio']:.2f}")
+        for kind, step in steps.items():
+            print(f"     copied beside it, {kind}: {step['copy_gb_per_s']:.2f} GB/s")
 
 
 def goal(name: str, value: float, limit: float, met: bool) -> bool:

@@ -98,9 +98,6 @@ class CpuTransfer:
         if self._thread.is_alive():
             logger.warning("A copy that is still being made was left behind.")
 
-    # The thread does not inherit the mode in which vLLM may have made the caches, and
-    # outside of it such tensors cannot be written. Others can be inside it.
-    @torch.inference_mode()
     def _run(self) -> None:
         leave_the_models_cores()
         give_way_to_the_model()
