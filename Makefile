@@ -17,7 +17,7 @@ ENGINE_TESTS := $(wildcard tests/engine/)
 # Branch coverage; pytest fails below the threshold in pyproject.toml.
 COV := --cov --cov-report=term-missing
 SOAK_SECONDS ?= 600
-# Needs no vLLM and no installed project: torch, pytest, psutil and pyyaml will do.
+# Needs no vLLM and no installed project: torch and pytest will do.
 GPU_PY ?= $(if $(wildcard $(PY)),$(PY),$(BOOT_PY))
 ARGS ?=
 

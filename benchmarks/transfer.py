@@ -17,6 +17,7 @@ Needs torch alone (and numpy for the CPU backend); matplotlib for `--plot`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -204,6 +205,8 @@ def goals(cases: Sequence[Case], result: dict[str, Any], device: str) -> Iterato
         yield goal("step beside a copy, cached", ratio, MAX_STEP_RATIO, met)
         # Two cores that both stream share one memory: a figure, not a goal.
         print(f"     step beside a copy, streamed: {steps['streamed']['ratio']:.2f}")
+        for kind, step in steps.items():
+            print(f"     copied beside it, {kind}: {step['copy_gb_per_s']:.2f} GB/s")
 
 
 def goal(name: str, value: float, limit: float, met: bool) -> bool:
@@ -236,6 +239,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a goal was missed and --check given."""
     args = parse(argv)
+    if args.device == "cpu" and not importlib.util.find_spec("numpy"):
+        print("nothing was measured: there is no GPU, and on the CPU numpy is needed")
+        return 0
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.layers} layers; GB/s (ratio)")
     num_threads = torch.get_num_threads()

@@ -72,6 +72,8 @@ class _Copies:
         self._pool = HostPool(2 * num_blocks, layout.bytes_per_block)
         self._ours = Ours(CpuTransfer(layout, self._pool.rows))
         self._job = make_job(layout, 2 * num_blocks, num_blocks, "scattered")
+        self._num_bytes = 2 * num_blocks * layout.bytes_per_block
+        self.done_bytes = 0
         self.on = threading.Event()
         self._over = False
         self._thread = threading.Thread(target=self._run)
@@ -80,6 +82,7 @@ class _Copies:
     def _run(self) -> None:
         while self.on.wait() and not self._over:
             self._ours.run(self._job, (True, False))
+            self.done_bytes += self._num_bytes
 
     def close(self) -> None:
         self._over = True
@@ -101,15 +104,19 @@ def step_ratios(page: int, num_blocks: int, turns: int) -> dict[str, dict[str, f
     found = {}
     for kind in _STEPS:
         times: dict[bool, list[float]] = {False: [], True: []}
+        seconds_beside, before_bytes = 0.0, copies.done_bytes
         for turn in range(2 * turns):
             beside = bool(turn % 2)
             (copies.on.set if beside else copies.on.clear)()
+            start = time.perf_counter()
             times[beside].append(_step_seconds(kind))
+            seconds_beside += beside * (time.perf_counter() - start)
         copies.on.clear()
         pairs = zip(times[True], times[False], strict=True)
         found[kind] = {
             "ratio": statistics.median(busy / idle for busy, idle in pairs),
             "step_ms": 1e3 * statistics.median(times[False]),
+            "copy_gb_per_s": (copies.done_bytes - before_bytes) / seconds_beside / 1e9,
         }
     torch.set_num_threads(before)
     copies.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pytest_mock import MockerFixture
@@ -25,11 +24,26 @@ UNLIMITED_V1 = 9223372036854771712
 
 
 @pytest.fixture(autouse=True)
-def machine(mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The machine has 1,000 MiB left, whatever runs beside the tests."""
-    free = SimpleNamespace(available=MACHINE_BYTES)
-    mocker.patch("psutil.virtual_memory", return_value=free)
+    kib = MACHINE_BYTES // 1024
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemFree:  512 kB\nMemAvailable:   {kib} kB\nSwapFree: 0 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
     monkeypatch.setenv(DEFAULT_ENV, "")
+
+
+@pytest.mark.parametrize("text", ["MemTotal: 4096 kB\n", None])
+def test_where_the_kernel_does_not_say_what_is_available_it_is_all_there_is(
+    text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "other")
+    if text is not None:
+        (tmp_path / "other").write_text(text)
+    sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(memory.os, "sysconf", sizes.__getitem__)
+    found = available_memory(tmp_path / "none", tmp_path / "none")
+    assert found == (4_096_000, "the machine's memory")
 
 
 def write_v2(root: Path, limit: object, usage: object, stat: str | None = None) -> None:

@@ -164,6 +164,11 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker_side.register(kv_caches, self._num_device_blocks)
 
+    def unregister_kv_caches(self) -> None:
+        # vLLM 0.33 and newer, before sleep mode takes the memory of the caches away.
+        # They come back at the same addresses, so there is nothing to restore.
+        self._worker_side.wait_until_idle()
+
     def handle_preemptions(
         self, kv_connector_metadata: vllm_api.KVConnectorMetadata
     ) -> None:

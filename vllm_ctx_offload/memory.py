@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Final, NamedTuple
-
-import psutil
 
 __all__ = [
     "MemoryLimit",
@@ -22,6 +21,7 @@ DEFAULT_SHARE: Final = 0.25
 # Scheduler and workers are different processes and have to arrive at the same pool
 # size. The first process of a deployment publishes the default to its children.
 DEFAULT_ENV: Final = "CTX_OFFLOAD_DEFAULT_BYTES"
+_MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 _PROC_CGROUP: Final = Path("/proc/self/cgroup")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -96,6 +96,15 @@ def _group_limit(folder: Path, controller: _Controller) -> MemoryLimit | None:
     return MemoryLimit(max(limit - used, 0), f"cgroup {controller.limit}")
 
 
+def _machine_bytes() -> int:
+    """What the kernel reckons to be available; all there is where it does not say."""
+    with contextlib.suppress(OSError):
+        text = _MEMINFO.read_text(encoding="ascii")
+        if match := re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE):
+            return 1024 * int(match.group(1))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_memory(
     cgroup_root: Path = _CGROUP_ROOT, proc_cgroup: Path = _PROC_CGROUP
 ) -> MemoryLimit:
@@ -104,7 +113,7 @@ def available_memory(
     A container sees its own group at the root; a service sees the machine's root, and
     its own group and the ones around it below.
     """
-    limits = [MemoryLimit(psutil.virtual_memory().available, "the machine's memory")]
+    limits = [MemoryLimit(_machine_bytes(), "the machine's memory")]
     for controller in _CONTROLLERS:
         for group in _own_groups(proc_cgroup, controller):
             folder = cgroup_root / controller.folder / group

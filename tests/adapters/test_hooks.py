@@ -19,6 +19,9 @@ DEFINED = sorted(
     if not name.startswith("_") and name != "request_finished_all_groups"
 )
 
+# By a release of the supported range.
+ADDED_LATER = {"unregister_kv_caches"}  # 0.33
+
 
 def parameters(function: object) -> list[inspect.Parameter]:
     assert callable(function)
@@ -33,6 +36,8 @@ def takes_anything(params: list[inspect.Parameter]) -> bool:
 @pytest.mark.parametrize("name", DEFINED)
 def test_hook_exists_in_vllm_with_the_same_parameters(name: str) -> None:
     """A hook that vLLM does not know would never be called."""
+    if name in ADDED_LATER and not hasattr(KVConnectorBase_V1, name):
+        pytest.skip(f"this release of vLLM has no {name}")
     theirs = inspect.getattr_static(KVConnectorBase_V1, name)
     ours = inspect.getattr_static(CtxOffloadConnector, name)
     assert type(theirs) is type(ours), "a method is no property"

@@ -286,3 +286,16 @@ class TestStats:
         assert empty is not None
         assert empty.is_empty()
         assert empty.aggregate(vllm_api.CtxOffloadStats()).is_empty()
+
+
+def test_before_sleep_mode_a_worker_waits_for_its_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector = CtxOffloadConnector(
+        make_config(), KVConnectorRole.WORKER, make_kv_cache_config(64, 32)
+    )
+    waits: list[str] = []
+    worker = connector._worker_side
+    monkeypatch.setattr(worker, "wait_until_idle", lambda: waits.append("waited"))
+    connector.unregister_kv_caches()
+    assert waits == ["waited"]

@@ -24,8 +24,28 @@ def test_the_slot_freed_last_is_reused_before_any_other() -> None:
     slots.take(4)
     slots.free([1, 3])
     slots.check_invariants()
-    assert slots.take(3) == [3, 1, 4]
+    assert slots.take(1) == [3]
+    assert slots.take(2) == [1, 4]
     slots.check_invariants()
+
+
+def test_slots_of_several_victims_come_in_runs() -> None:
+    slots = SlotAllocator(9)
+    slots.take(8)
+    slots.free([6, 5])  # two chains, the tail of each first
+    slots.free([4, 3, 2])
+    assert slots.take(6) == [2, 3, 4, 5, 6, 8]
+    slots.check_invariants()
+
+
+def test_an_empty_pool_begins_anew() -> None:
+    slots = SlotAllocator(5)
+    slots.take(4)
+    slots.free([2, 0])
+    slots.free([3, 1])
+    slots.check_invariants()
+    assert slots.num_free == 5
+    assert [slots.take(2), slots.take(3)] == [[0, 1], [2, 3, 4]]
 
 
 def test_num_free_counts_freed_and_unused_slots() -> None:
@@ -91,13 +111,20 @@ def test_a_negative_number_of_slots_is_refused() -> None:
 
 
 @settings(deadline=None)
-@given(num_slots=st.integers(0, 6), ops=st.lists(st.integers(0, 12), max_size=60))
+@given(num_slots=st.integers(0, 9), ops=st.lists(st.integers(0, 12), max_size=60))
 def test_no_slot_is_handed_out_twice(num_slots: int, ops: list[int]) -> None:
     """P5, CASES 25: free + owned = capacity, and no two owners of one slot."""
     slots, owned = SlotAllocator(num_slots), []
     for op in ops:
         if op % 2 or not owned:
-            owned += slots.take(min(op // 2, slots.num_free))
+            unused = slots.num_free - len(slots._freed)
+            last = slots._freed[::-1][: op // 2]
+            taken = slots.take(min(op // 2, slots.num_free))
+            assert taken == sorted(taken)
+            # What was freed last, and only then what was never used.
+            assert set(last) <= set(taken)
+            assert len(taken) - len(last) <= unused
+            owned += taken
         else:
             slots.free([owned.pop(op // 2 % len(owned))])
         slots.check_invariants()

@@ -80,7 +80,6 @@ def test_base_requirements_bring_neither_vllm_nor_torch(metadata: Message) -> No
     names = sorted(r.split(">")[0].split("=")[0].strip().lower() for r in base)
     assert names == [
         "prometheus_client",
-        "psutil",
         "pydantic",
         "pyyaml",
         "rich",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker import copy_thread, numa
-from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores
+from vllm_ctx_offload.worker.copy_thread import (
+    give_way_to_the_model,
+    leave_the_models_cores,
+)
+from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
+from vllm_ctx_offload.worker.kv_layout import derive_layout
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="no affinity on this system"
@@ -49,6 +56,56 @@ def test_where_cores_are_not_known_the_thread_keeps_its_own(
     leave_the_models_cores()
     monkeypatch.setattr(copy_thread, "process_cores", lambda: {10_000})
     leave_the_models_cores()
+
+
+def niceness(thread: int = 0) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the process's")
+def test_the_copy_thread_is_nicer_than_the_model_and_no_other_thread_is() -> None:
+    before = niceness()
+
+    def copy() -> tuple[int, object]:
+        give_way_to_the_model()
+        return niceness(), in_thread(niceness_of_main)
+
+    def niceness_of_main() -> int:
+        return niceness(threading.main_thread().native_id or 0)
+
+    assert in_thread(copy) == (min(before + 10, 19), before)
+    assert niceness() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the process's")
+def test_the_thread_of_the_cpu_transfers_gives_way() -> None:
+    layout = derive_layout({"l": torch.zeros(4, 5)}, 4)
+    transfer = CpuTransfer(layout, torch.zeros((4, 20), dtype=torch.uint8))
+    transfer.submit(TransferJob(0, "r", (0,), (0,)), to_host=True)
+    while not transfer.poll(60.0):
+        pass
+    thread = transfer._thread.native_id
+    assert thread is not None
+    assert niceness(thread) > niceness()
+    transfer.close()
+
+
+@pytest.mark.parametrize("lacking", ["the right", "the call"])
+def test_a_priority_that_cannot_be_lowered_is_no_fault(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError("not here")
+
+    if lacking == "the right":
+        monkeypatch.setattr(copy_thread.os, "setpriority", refuse)
+    else:
+        monkeypatch.delattr(copy_thread.os, "setpriority")
+    with caplog.at_level("DEBUG"):
+        give_way_to_the_model()
+    (record,) = caplog.records
+    assert record.levelname == "DEBUG"
+    assert "keeps its priority" in record.getMessage()
 
 
 @pytest.fixture

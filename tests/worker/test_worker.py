@@ -15,6 +15,7 @@ from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob, TransferPlan
 from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 from vllm_ctx_offload.worker import FinishedTransfers, OffloadWorker
+from vllm_ctx_offload.worker.transfer import JobResult
 
 NUM_ROWS = 6
 
@@ -253,3 +254,40 @@ def test_where_vllm_writes_early_each_store_is_fenced_at_once(
     worker.start_stores(TransferPlan())
     assert fenced == []
     finish(worker, 2)
+
+
+def test_it_is_idle_only_when_the_last_copy_has_ended(
+    worker: OffloadWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before sleep mode. 1. two stores. 2. nothing yet. 3. one ends. 4. the other.
+
+    Their ends are reported with the next step, like any.
+    """
+    transfer = worker._transfer
+    assert transfer is not None
+    poll = transfer.poll
+    jobs = tuple(job(number, (number,), (number,)) for number in range(2))
+    worker.start_stores(TransferPlan(stores=jobs))
+    ends: list[JobResult] = []
+    while len(ends) < 2:
+        ends += poll(60.0)
+    given = [[], ends[:1], [], ends[1:]]
+
+    def next_ends(timeout_s: float) -> list[JobResult]:
+        assert timeout_s > 0, "it would spin"
+        return given.pop(0)
+
+    monkeypatch.setattr(transfer, "poll", next_ends)
+    worker.wait_until_idle()
+    assert given == []
+    worker.wait_until_idle()  # asks nobody: nothing is open
+    monkeypatch.setattr(transfer, "poll", poll)
+    assert worker.finish_step().report.num_done == Counter({0: 1, 1: 1})
+
+
+def test_a_worker_without_transfers_is_idle(worker: OffloadWorker) -> None:
+    worker.start_stores(TransferPlan(stores=(job(0, (0,), (0,)),)))
+    worker.close()
+    worker.start_stores(TransferPlan(stores=(job(1, (1,), (1,)),)))
+    worker.wait_until_idle()
+    assert sum(worker.finish_step().report.num_done.values()) == 2

@@ -11,8 +11,10 @@ class SlotAllocator:
     """Hands out the slots 0 to `num_slots` - 1, each to one owner at a time.
 
     The slot freed last is reused first, so memory that was never touched stays so as
-    long as it can. Slots never used before come in ascending order, so chunks that are
-    stored together lie side by side and copies are long.
+    long as it can. Slots taken together come in ascending order, and an empty pool
+    begins anew, so chunks that are stored together lie side by side where they can and
+    copies are long. In a full pool there is no other choice: what a store takes is what
+    was evicted for it.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -28,13 +30,16 @@ class SlotAllocator:
         return len(self._freed) + self.num_slots - self._next_unused
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` free slots. Raises IndexError when there are not so many."""
+        """Returns `count` free slots in ascending order.
+
+        Raises IndexError when there are not so many.
+        """
         if count > self.num_free:
             raise IndexError(f"{count} slots wanted, {self.num_free} are free")
         reused = min(count, len(self._freed))
         slots = self._freed[len(self._freed) - reused :]
         del self._freed[len(self._freed) - reused :]
-        slots.reverse()
+        slots.sort()
         end = self._next_unused + count - reused
         slots.extend(range(self._next_unused, end))
         self._next_unused = end
@@ -52,6 +57,9 @@ class SlotAllocator:
                 raise ValueError(f"slot {slot} is not in use")
             in_use[slot] = 0
         self._freed.extend(slots)
+        if len(self._freed) == self._next_unused:
+            self._freed.clear()
+            self._next_unused = 0
 
     def check_invariants(self) -> None:
         assert len(set(self._freed)) == len(self._freed), "a slot is free twice"

@@ -13,7 +13,10 @@ import torch
 
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.copy import CpuCopy
-from vllm_ctx_offload.worker.copy_thread import leave_the_models_cores
+from vllm_ctx_offload.worker.copy_thread import (
+    give_way_to_the_model,
+    leave_the_models_cores,
+)
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
 from vllm_ctx_offload.worker.transfer import JobResult, check_job
 
@@ -95,11 +98,9 @@ class CpuTransfer:
         if self._thread.is_alive():
             logger.warning("A copy that is still being made was left behind.")
 
-    # The thread does not inherit the mode in which vLLM may have made the caches, and
-    # outside of it such tensors cannot be written. Others can be inside it.
-    @torch.inference_mode()
     def _run(self) -> None:
         leave_the_models_cores()
+        give_way_to_the_model()
         while (submitted := self._next()) is not None:
             self._finish(submitted, ok=self._try_copy(submitted))
         with self._changed:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
-from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.stats import OffloadStats
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.cuda_transfer import (
@@ -27,11 +26,17 @@ from vllm_ctx_offload.worker.kv_layout import (
 from vllm_ctx_offload.worker.proof import prove_layout
 from vllm_ctx_offload.worker.transfer import JobResult, Transfer
 
+if TYPE_CHECKING:
+    # Whoever reads a configuration needs pydantic and YAML; a worker is given the plan.
+    from vllm_ctx_offload.plan import OffloadPlan
+
 __all__ = ["FinishedTransfers", "OffloadWorker"]
 
 # How long a step without tokens waits for a transfer instead of spinning: short
 # enough for a request that arrives meanwhile.
 _IDLE_WAIT_S: Final = 0.005
+# How long it waits at once for what is under way to end.
+_DRAIN_LOOK_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class OffloadWorker:
         # Ends to report with the next step: of jobs that could not even be submitted,
         # and of those that were open when the transfers were closed.
         self._ended: list[JobResult] = []
+        self._num_open = 0
 
     def register(
         self,
@@ -126,6 +132,7 @@ class OffloadWorker:
         if self._transfer is None:
             self._ended.append(JobResult(job, to_host, False, 0, 0.0))
             return
+        self._num_open += 1
         self._transfer.submit(job, to_host=to_host)
 
     def finish_step(self) -> FinishedTransfers:
@@ -133,7 +140,7 @@ class OffloadWorker:
         results, self._ended = self._ended, []
         if self._transfer is not None:
             wait = _IDLE_WAIT_S if self._idle and not results else 0.0
-            results += self._transfer.poll(wait)
+            results += self._poll(self._transfer, wait)
         finished = FinishedTransfers()
         for result in results:
             self._count(result)
@@ -147,6 +154,16 @@ class OffloadWorker:
                     finished.failed_loads[result.job.request_id] = targets
         return finished
 
+    def _poll(self, transfer: Transfer, timeout_s: float = 0.0) -> list[JobResult]:
+        results = transfer.poll(timeout_s)
+        self._num_open -= len(results)
+        return results
+
+    def wait_until_idle(self) -> None:
+        """Returns when no copy touches the caches; ends are reported as ever."""
+        while self._num_open and self._transfer is not None:
+            self._ended += self._poll(self._transfer, _DRAIN_LOOK_S)
+
     def _count(self, result: JobResult) -> None:
         direction = "store" if result.to_host else "load"
         if not result.ok:
@@ -158,7 +175,7 @@ class OffloadWorker:
         """Ends all transfers and gives the pool back. May be called twice."""
         if self._transfer is not None:
             self._transfer.close()
-            self._ended += self._transfer.poll()
+            self._ended += self._poll(self._transfer)
             self._transfer = None
         if self._pool is not None:
             self._pool.close()
