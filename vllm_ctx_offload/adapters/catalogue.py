@@ -80,7 +80,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         "counter",
         ("tenant", "reason"),
         "Chunks that found no place, each time they were offered. High for full or "
-        "limit: what could go is in use or reserved, make the pool or the limit larger; "
+        "limit: what could go is in use or reserved, enlarge the pool or the limit; "
         "for priority or expected_reuse: all that could go is worth more.",
     ),
     "hints_rejected": Metric(

@@ -339,8 +339,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
 def _final_states(output: SchedulerOutput) -> dict[str, list[FinalState]]:
     """Returns the states of recurrent layers that vLLM hands over, by request.
 
-    It knows best: a table does not say which of its blocks holds a state that is final,
-    nor always for how many tokens.
+    It knows best: a table does not say which of its blocks hold states that are final.
     """
     offered = getattr(output, "kv_connector_block_state", None)
     if offered is None:
