@@ -61,7 +61,8 @@ def test_the_tests_produce_every_message(produced: Any) -> None:
             all(part in text for part in message.constants) for text in produced.texts
         )
 
-    assert [message for message in MESSAGES if not made(message)] == []
+    missing = [message for message in MESSAGES if not made(message)]
+    assert not missing, "\n".join(map(str, missing))
 
 
 def test_the_page_names_no_message_that_is_gone() -> None:
