@@ -4,8 +4,10 @@ Step: the scheduler side of an engine with 32 tenants, each with one request run
 In every step the requests of none, of 4 or of all tenants finish and are followed by
 others that are looked up, loaded, computed and stored, while chunks are evicted. It is
 compared with the same step on a side whose statistics do nothing, in turn; the
-difference is all that statistics cost: counting on both sides, the gauges, taking the
-figures and adding those of the worker. The goal is that of 4 tenants.
+difference is what statistics cost: counting on both sides, the gauges, taking the
+figures and adding those of the worker. Only what is added to `OffloadStats.counts`
+without a call, about 25 times 0.1 us in the usual step, is added on either side. The
+goal is that of 4 tenants.
 
 Scrape: 200 declared tenants, all of which have been at work, every one's chunks evicted
 by itself, by four others, and by all others. Measured is the text of our metrics as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,8 @@ def resident_keys(manager: HostMemoryManager) -> list[bytes]:
 
 def counted(manager: HostMemoryManager) -> dict[str, float]:
     """Returns what was counted so far, without what was only declared."""
-    return {key: value for key, value in manager._stats._counts.items() if value}
+    counts = manager._stats.counts.items()
+    return {json.dumps(key): value for key, value in counts if value}
 
 
 def snapshot(manager: HostMemoryManager) -> object:

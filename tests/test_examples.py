@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -371,7 +372,27 @@ def pod_labels(deployment: dict[str, Any]) -> dict[str, str]:
     return labels
 
 
-def test_the_image_is_of_a_supported_vllm() -> None:
+def test_the_images_are_of_one_supported_vllm() -> None:
+    vllm_api = pytest.importorskip("vllm_ctx_offload.adapters.vllm_api")
     dockerfile = (EXAMPLES / "docker" / "Dockerfile").read_text(encoding="utf-8")
-    assert "ARG VLLM_VERSION=v0.32.0\n" in dockerfile
-    assert "pip install --no-cache-dir vllm-ctx-offload\n" in dockerfile
+    (version,) = re.findall(r"^ARG VLLM_VERSION=v(\S+)$", dockerfile, re.MULTILINE)
+    assert "FROM vllm/vllm-openai:${VLLM_VERSION}\n" in dockerfile
+    first, end = vllm_api.SUPPORTED
+    assert first <= type(first)(version) < end
+    manifest = (EXAMPLES / "kubernetes" / "vllm.yaml").read_text(encoding="utf-8")
+    images = re.findall(r"image: registry\.example/vllm-ctx-offload:(\S+)", manifest)
+    assert images == [version, version]
+
+
+def test_the_servers_name_their_model_as_vllm_serve_wants_it() -> None:
+    """As the first argument; the option of that name is about to go."""
+    compose = (EXAMPLES / "docker" / "compose.yaml").read_text(encoding="utf-8")
+    manifest = (EXAMPLES / "kubernetes" / "vllm.yaml").read_text(encoding="utf-8")
+    _, deployment, *_ = yaml.safe_load_all(manifest)
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    for arguments in (
+        yaml.safe_load(compose)["services"]["vllm"]["command"],
+        server["args"],
+    ):
+        assert not arguments[0].startswith("-")
+        assert not [part for part in arguments if part.startswith("--model=")]

@@ -45,8 +45,9 @@ PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 
 _CONFIG: Final = {
     "cpu_bytes_to_use": "host memory of the whole engine, all its workers together",
-    "block_size": "size of a chunk in tokens, a multiple of the device's block; or "
-    "give `blocks_per_chunk`, not both",
+    "block_size": "size of a chunk in tokens, a multiple of the device's block (of "
+    "the largest, where groups of layers have several); or give `blocks_per_chunk`, "
+    "not both",
     "blocks_per_chunk": "size of a chunk in device blocks",
     "offload_prompt_only": "`false` also stores blocks that decoding fills",
     "store_threshold": "from 2 on, a chunk is stored once that many requests offered "

@@ -69,6 +69,8 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             config, plan, kv_events=vllm_api.wants_kv_events(vllm_config)
         )
         vllm_api.load_failures_recompute(vllm_config)
+        if config.cpu_bytes_to_use is None:
+            vllm_api.warn_of_other_engines(vllm_config)
         pin = vllm_api.runs_on_cuda(vllm_config)
         logger.info("CtxOffloadConnector plan: %s.", plan.describe(pin))
 

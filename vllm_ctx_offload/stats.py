@@ -48,49 +48,48 @@ class OffloadStats:
     """
 
     def __init__(self) -> None:
-        # The text of each key, made once: that costs more than all the counting.
-        self._texts: dict[tuple[str, ...], str] = {}
-        # All by the text of the key, so that taking them converts nothing.
-        self._counts: defaultdict[str, float] = defaultdict(float)
-        self._observed: defaultdict[str, list[float]] = defaultdict(list)
+        # Counters, by name and label values. What is counted several times a step is
+        # added here without a call, which would cost more than the adding.
+        self.counts: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        self._observed: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
         self._gauges: dict[tuple[str, ...], float] = {}
-        self._changed: dict[str, float] = {}
+        self._changed: dict[tuple[str, ...], float] = {}
+        # The text of each key, made once: that costs more than all the rest.
+        self._texts: dict[tuple[str, ...], str] = {}
 
     def count(self, *key: str, by: float = 1) -> None:
         """Adds `by` to a counter: its name, and its label values in their fixed order.
 
         In a histogram `by` is one more observation.
         """
-        text = self._texts.get(key) or self._make_text(key)
         if key[0] in HISTOGRAMS:
-            self._observed[text].append(by)
+            self._observed[key].append(by)
         else:
-            self._counts[text] += by
+            self.counts[key] += by
 
     def declare(self, *key: str) -> None:
         """Has a counter or histogram shown before there is anything to show.
 
         Without its zero, the first increment of a series is no increase to Prometheus.
         """
-        text = self._make_text(key)
         if key[0] in HISTOGRAMS:
-            self._observed[text].extend(())
+            self._observed[key].extend(())
         else:
-            self._counts[text] += 0
+            self.counts[key] += 0
 
     def set(self, *key: str, to: float) -> None:
         """Sets a gauge: its name, and its label values in their fixed order."""
         if self._gauges.get(key) != to:
-            self._gauges[key] = to
-            self._changed[self._texts.get(key) or self._make_text(key)] = to
+            self._gauges[key] = self._changed[key] = to
 
     def take(self) -> dict[str, Any]:
         """Returns what happened since the last call and starts anew."""
-        taken = {**self._counts, **self._observed, **self._changed}
-        if taken:
-            self._counts.clear()
-            self._observed.clear()
-            self._changed.clear()
+        texts, taken = self._texts, {}
+        for figures in (self.counts, self._observed, self._changed):
+            if figures:
+                for key, value in figures.items():
+                    taken[texts.get(key) or self._make_text(key)] = value
+                figures.clear()
         return taken
 
     def _make_text(self, key: tuple[str, ...]) -> str:

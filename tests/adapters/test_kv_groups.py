@@ -63,7 +63,9 @@ class TestRefusals:
         kv_cache_config = make_kv_cache_config(8, 32, (None, STATE))
         group = kv_cache_config.kv_cache_groups[1]
         group.kv_cache_spec = replace(group.kv_cache_spec, mamba_cache_mode=mode)
-        with pytest.raises(ConfigError, match=rf"mode '{mode}'.*enable-prefix-cach"):
+        with pytest.raises(
+            ConfigError, match=rf"layers are kept in mode '{mode}'.*enable-prefix-c"
+        ):
             vllm_api.check_environment(make_config(), kv_cache_config)
 
     def test_states_on_a_release_that_does_not_hand_them_over(

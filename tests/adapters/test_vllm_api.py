@@ -150,6 +150,24 @@ class TestRefusals:
             vllm_api.check_environment(make_config(), make_kv_cache_config(8, 32))
         assert "vLLM 0.99.0 is outside of the range" in caplog.text
 
+    @pytest.mark.parametrize(
+        ("engine_id", "num_local", "warned"),
+        [("abc_dp1", 1, True), ("abc_dp1", 2, False), ("abc", 1, False)],
+    )
+    def test_an_engine_that_does_not_know_of_others_says_so(
+        self,
+        engine_id: str,
+        num_local: int,
+        warned: bool,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        config = make_config()
+        config.kv_transfer_config.engine_id = engine_id
+        config.parallel_config.data_parallel_size_local = num_local
+        with caplog.at_level(logging.WARNING):
+            vllm_api.warn_of_other_engines(config)
+        assert ("one of several data-parallel engines" in caplog.text) == warned
+
 
 class TestConnector:
     @staticmethod

@@ -13,6 +13,7 @@ from pytest_mock import MockerFixture
 
 from vllm_ctx_offload.cli import doctor_machine
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
+from vllm_ctx_offload.plan import GroupShape
 
 
 def levels(findings: Any) -> list[Level]:
@@ -176,18 +177,22 @@ def test_a_missing_torch_is_a_fault_only_beside_vllm(
 
 
 @pytest.mark.parametrize(
-    ("results", "num_groups", "found"),
+    ("results", "groups", "found"),
     [
-        (None, 2, [Level.FAULT]),
-        (None, 1, []),
-        (object(), 2, []),
+        (None, (GroupShape(1), GroupShape(1)), [Level.FAULT]),
+        (None, (GroupShape(1, window=9),), [Level.FAULT]),
+        (None, (GroupShape(1),), []),
+        (object(), (GroupShape(1), GroupShape(1)), []),
     ],
 )
 def test_several_groups_need_a_vllm_that_recomputes_them(
-    mocker: MockerFixture, results: object, num_groups: int, found: list[Level]
+    mocker: MockerFixture,
+    results: object,
+    groups: tuple[GroupShape, ...],
+    found: list[Level],
 ) -> None:
     adapter = SimpleNamespace(KVConnectorTransferResults=results)
     mocker.patch.dict("sys.modules", {doctor_machine._ADAPTER: adapter})
-    findings = list(doctor_machine.check_groups(num_groups))
+    findings = list(doctor_machine.check_groups(groups))
     assert levels(findings) == found
-    assert not found or "can't recompute a failed load" in findings[0].text
+    assert not found or "recompute a failed load only of one" in findings[0].text

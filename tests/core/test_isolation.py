@@ -10,7 +10,7 @@ from core.strategies import CHAINS, HINTS
 from helpers import make_chain
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from manager_probe import FakeClock, make_manager, store
+from manager_probe import FakeClock, counted, make_manager, store
 
 from vllm_ctx_offload.context import Hints, ReqContext
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, LookupResult
@@ -111,6 +111,7 @@ def test_a_tenant_within_its_reservation_loses_nothing_to_another(
         for tenant in {*TENANTS} - {by_whom}:
             if resident[tenant] <= accounts[tenant].reserved:
                 assert before[tenant] <= load.keys_of(tenant)
+    assert not [key for key in counted(manager) if "reservation_breaches" in key]
 
 
 @settings(deadline=None, max_examples=150)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from helpers import EMPTY_CONTEXT, make_chain
 from manager_probe import FakeClock, counted, make_manager, resident_keys, store
+from pytest_mock import MockerFixture
 
 from vllm_ctx_offload.context import Hints, ReqContext
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, StoreGrant
+from vllm_ctx_offload.core.tenants import Accounts
 
 ACME = ReqContext(request_id="acme", tenant="acme")
 ZETA = ReqContext(request_id="zeta", tenant="zeta")
@@ -199,6 +201,21 @@ def test_of_two_as_far_above_the_storing_one_pays() -> None:
     singles(manager, "x", "y", context=EMPTY_CONTEXT)
     store(manager, [b"new"], EMPTY_CONTEXT)
     assert {*resident_keys(manager)} == {b"a", b"b", b"y", b"new"}
+
+
+def test_what_a_wrong_choice_takes_of_a_reservation_is_counted(
+    mocker: MockerFixture,
+) -> None:
+    accounts = {"acme": AccountTerms(reserved=3), "zeta": AccountTerms(reserved=1)}
+    manager = make_manager(4, accounts=accounts)
+    singles(manager, "a", "b", "c", context=ACME)
+    singles(manager, "d", context=EMPTY_CONTEXT)
+    mocker.patch.object(Accounts, "furthest_above", lambda self: self["acme"])
+    store(manager, [b"new"], ZETA)
+    assert counted(manager) == {
+        '["evicted_chunks", "acme", "zeta"]': 1,
+        '["reservation_breaches", "acme"]': 1,
+    }
 
 
 def test_where_nobody_is_above_a_tenant_pays_itself() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine.harness import Engine
-from engine.models import make_gemma3, make_llama, make_mla
+from engine.models import make_gemma3, make_gemma4, make_llama, make_mla
 from engine.spec import EngineSpec
 
 HERE = Path(__file__).parent
@@ -35,6 +35,11 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="session")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma4(tmp_path_factory.mktemp("gemma4"))
 
 
 class EngineShelf:

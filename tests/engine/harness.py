@@ -212,11 +212,13 @@ class Engine:
         while not request.num_output_tokens:
             self.step()
         tables = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        num_full = len(prompt) // self.spec.tokens_per_block
+        groups = self.core.scheduler.kv_cache_config.kv_cache_groups
         contents = {
             (group, place): self._bytes_of_block(block)
             for group, table in enumerate(tables)
-            for place, block in enumerate(table[:num_full])
+            for place, block in enumerate(
+                table[: len(prompt) // groups[group].kv_cache_spec.block_size]
+            )
             if block
         }
         results: dict[str, Result] = {}

@@ -94,11 +94,17 @@ class Server:
         except OSError:
             return False
 
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
+    def post(
+        self, path: str, *, rank: int | None = None, **body: Any
+    ) -> dict[str, Any]:
+        """Sends a request; `rank` is the engine it goes to, where there are several."""
+        headers = {"Content-Type": "application/json"}
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             json.dumps({"model": "tiny", "temperature": 0, **body}).encode(),
-            {"Content-Type": "application/json"},
+            headers,
         )
         with urllib.request.urlopen(request) as response:
             answer = json.load(response)
@@ -120,10 +126,15 @@ class Server:
         return connection
 
     def complete(
-        self, prompt: Sequence[int], ctx: Mapping[str, Any], max_tokens: int = 1
+        self,
+        prompt: Sequence[int],
+        ctx: Mapping[str, Any],
+        max_tokens: int = 1,
+        rank: int | None = None,
     ) -> dict[str, Any]:
         return self.post(
             "/v1/completions",
+            rank=rank,
             prompt=list(prompt),
             max_tokens=max_tokens,
             kv_transfer_params={"ctx": {"receipt": True, **ctx}},

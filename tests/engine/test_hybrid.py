@@ -1,4 +1,7 @@
-"""Several KV cache groups: two that slide over the prompt, one that looks at all."""
+"""Several KV cache groups: two that slide over the prompt, one that looks at all.
+
+Gemma 4's sliding layers have blocks of twice as many tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from typing import Any
 import pytest
 from engine.conftest import CopyFaults, EngineShelf
 from engine.harness import Engine, assert_same_answer, random_prompt
-from engine.models import GEMMA3_WINDOW
+from engine.models import GEMMA_WINDOW
 from engine.spec import BLOCK, EngineSpec
 
 from vllm_ctx_offload.errors import ConfigError
 
 # Several windows, computed in pieces of at most 512 tokens, and a partial block.
 PROMPT = random_prompt(11, 900)
-NUM_FULL = 900 // BLOCK * BLOCK
-WINDOW_BLOCKS = GEMMA3_WINDOW // BLOCK
+NUM_FULL = 900 // (2 * BLOCK) * 2 * BLOCK
+SLIDING_BLOCK = {"gemma3": BLOCK, "gemma4": 2 * BLOCK}
 
 
 def _can_recompute_groups() -> bool:
@@ -25,7 +28,7 @@ def _can_recompute_groups() -> bool:
     return KVConnectorTransferResults is not None
 
 
-def _make_spec(gemma3: Path, *, async_scheduling: bool = False) -> EngineSpec:
+def _make_spec(model: Path, *, async_scheduling: bool = False) -> EngineSpec:
     from vllm.config import CacheConfig
 
     options: dict[str, Any] = {}
@@ -33,15 +36,27 @@ def _make_spec(gemma3: Path, *, async_scheduling: bool = False) -> EngineSpec:
         # vLLM's own prefix cache keeps all windows, so that it can be compared with.
         options["prefix_cache_retention_interval"] = None
     return EngineSpec.make(
-        gemma3, num_blocks=331, async_scheduling=async_scheduling, options=options
+        model, num_blocks=331, async_scheduling=async_scheduling, options=options
     )
 
 
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def block(model: str) -> int:
+    """Tokens of the largest block, after which blocks of all groups end."""
+    return SLIDING_BLOCK[model]
+
+
 @pytest.fixture(scope="module", params=["sync", "async"])
-def spec(request: pytest.FixtureRequest, gemma3: Path) -> EngineSpec:
+def spec(request: pytest.FixtureRequest, model: str) -> EngineSpec:
     if not _can_recompute_groups():
         pytest.skip("this vLLM can't recompute a failed load of several groups")
-    return _make_spec(gemma3, async_scheduling=request.param == "async")
+    folder = request.getfixturevalue(model)
+    return _make_spec(folder, async_scheduling=request.param == "async")
 
 
 @pytest.fixture
@@ -49,13 +64,15 @@ def engine(shelf: EngineShelf, spec: EngineSpec) -> Engine:
     return shelf.get(spec)
 
 
-def test_there_are_three_groups_of_two_kinds(engine: Engine) -> None:
+def test_there_are_three_groups_of_two_kinds(engine: Engine, block: int) -> None:
     groups = engine.side.planner._plan.groups
-    windows = sorted(group.window or 0 for group in groups)
-    assert windows == [0, GEMMA3_WINDOW, GEMMA3_WINDOW]
+    kinds = sorted((group.window or 0, group.tokens_per_block) for group in groups)
+    assert kinds == [(0, BLOCK), *[(GEMMA_WINDOW, block)] * 2]
 
 
-def test_loaded_blocks_of_every_group_hold_what_was_stored(engine: Engine) -> None:
+def test_loaded_blocks_of_every_group_hold_what_was_stored(
+    engine: Engine, block: int
+) -> None:
     cold, stored = engine.ask_and_read(PROMPT)
     engine.forget_device()
     host, loaded = engine.ask_and_read(PROMPT)
@@ -63,7 +80,8 @@ def test_loaded_blocks_of_every_group_hold_what_was_stored(engine: Engine) -> No
     assert (cold.num_cached, host.num_cached) == (0, NUM_FULL)
     assert host.num_loaded == NUM_FULL
     per_group = [sum(group == g for g, _ in loaded) for group in range(3)]
-    assert sorted(per_group) == [WINDOW_BLOCKS, WINDOW_BLOCKS, NUM_FULL // BLOCK]
+    window_blocks = GEMMA_WINDOW // block
+    assert sorted(per_group) == [window_blocks, window_blocks, NUM_FULL // BLOCK]
     # Pieces of the cold prompt were longer than the window.
     assert loaded == {place: stored[place] for place in loaded}
     engine.assert_idle()
@@ -83,7 +101,7 @@ def test_a_host_hit_answers_like_a_local_hit(engine: Engine) -> None:
 
 @pytest.mark.parametrize("num_shared", [40, 64, 200, 456, 700])
 def test_a_shared_prefix_hits_as_in_an_unlimited_device_cache(
-    engine: Engine, num_shared: int
+    engine: Engine, block: int, num_shared: int
 ) -> None:
     """Whatever vLLM's own prefix cache hits while all is still on the device."""
     first = random_prompt(12, 800)
@@ -96,7 +114,7 @@ def test_a_shared_prefix_hits_as_in_an_unlimited_device_cache(
     host = engine.ask(second)
 
     assert (local.num_loaded, host.num_cached) == (0, host.num_loaded)
-    assert host.num_loaded == local.num_cached == num_shared // BLOCK * BLOCK
+    assert host.num_loaded == local.num_cached == num_shared // block * block
     assert_same_answer(host, local)
     engine.assert_idle()
 
@@ -143,5 +161,5 @@ def test_where_vllm_can_not_recompute_groups_the_start_is_refused(
     shelf.clear()
     vllm_api = "vllm_ctx_offload.adapters.vllm_api"
     monkeypatch.setattr(f"{vllm_api}.KVConnectorTransferResults", None)
-    with pytest.raises(ConfigError, match="3 KV cache groups, and vLLM"):
+    with pytest.raises(ConfigError, match=r"3 KV cache group\(s\) of .*, and vLLM"):
         Engine(_make_spec(gemma3))

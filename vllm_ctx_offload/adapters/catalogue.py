@@ -70,11 +70,17 @@ METRICS: Final[Mapping[str, Metric]] = {
         "Chunks of `tenant` evicted to make room for chunks of `by`. High: the pool is "
         "small for the traffic; by another tenant: what exceeds its reservation goes.",
     ),
+    "reservation_breaches": Metric(
+        "counter",
+        ("tenant",),
+        "Chunks that others took of a tenant that was within its reservation and had "
+        "not released them. Never shown but after a fault. High: report it.",
+    ),
     "rejected_stores": Metric(
         "counter",
         ("tenant", "reason"),
         "Chunks that found no place, each time they were offered. High for full or "
-        "limit: transfers pin all that could go, make the pool or the limit larger; "
+        "limit: what could go is in use or reserved, enlarge the pool or the limit; "
         "for priority or expected_reuse: all that could go is worth more.",
     ),
     "hints_rejected": Metric(

@@ -1,5 +1,7 @@
-"""All that is known of vLLM's interfaces. The only file that imports vLLM.
+"""All that the connector knows of vLLM's interfaces.
 
+The only file of the connector that imports vLLM; for `simulate` alone
+`vllm_managers.py` imports vLLM's own managers, and `register` its factory.
 Facts were read off vLLM 0.32's `kv_connector/v1/base.py`, `v1/core/sched/scheduler.py`
 and `v1/kv_cache_interface.py`; what differs between releases is handled here.
 """
@@ -7,6 +9,7 @@ and `v1/kv_cache_interface.py`; what differs between releases is handled here.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -74,6 +77,7 @@ __all__ = [
     "step_events",
     "transfer_config",
     "wants_kv_events",
+    "warn_of_other_engines",
 ]
 
 logger = logging.getLogger(__name__)
@@ -270,6 +274,22 @@ def load_failures_recompute(vllm_config: VllmConfig) -> None:
         transfer.kv_load_failure_policy = "recompute"
 
 
+def warn_of_other_engines(vllm_config: VllmConfig) -> None:
+    """Says that engines beside this one may each take the default of the pool.
+
+    vLLM makes data-parallel engines of a dense model forget how many they are; only
+    the name of each says that there are others.
+    """
+    engine_id = transfer_config(vllm_config).engine_id or ""
+    alone = vllm_config.parallel_config.data_parallel_size_local <= 1
+    if alone and re.search(r"_dp\d+$", engine_id):
+        logger.warning(
+            "This is one of several data-parallel engines, and vLLM does not tell it "
+            "of the others: each on this host takes the default of the whole pool. "
+            "Set cpu_bytes_to_use to what one engine may have."
+        )
+
+
 def one_receipt(
     request: Request, receipt: dict[str, Any] | None
 ) -> dict[str, Any] | None:
@@ -319,8 +339,7 @@ def step_events(output: SchedulerOutput) -> StepEvents:
 def _final_states(output: SchedulerOutput) -> dict[str, list[FinalState]]:
     """Returns the states of recurrent layers that vLLM hands over, by request.
 
-    It knows best: a table does not say which of its blocks holds a state that is final,
-    nor always for how many tokens.
+    It knows best: a table does not say which of its blocks hold states that are final.
     """
     offered = getattr(output, "kv_connector_block_state", None)
     if offered is None:

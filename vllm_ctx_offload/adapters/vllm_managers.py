@@ -1,6 +1,6 @@
 """vLLM's own offloading managers, called as its scheduler calls them, to compare with.
 
-Imports vLLM only when asked to, and is of no use to the connector.
+For `simulate` alone: it imports vLLM when asked to, and the connector never does.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _plan(
             "others, so compare with the plan in vLLM's log, or give --block-size"
         )
         findings.append(Finding(Level.OK, "model", text))
-    findings += check_groups(len(model.groups))
+    findings += check_groups(model.groups)
     engines = Engines(block, args.tensor_parallel_size, args.data_parallel_size)
     plan, faults = make_plan(config, model, engines)
     findings += (Finding(Level.FAULT, "config", fault) for fault in faults)

@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from vllm_ctx_offload.memory import (
     default_pool_bytes,
     format_bytes,
 )
+from vllm_ctx_offload.plan import GroupShape
 
 __all__ = [
     "check_groups",
@@ -122,16 +123,17 @@ def _check_import() -> Iterator[Finding]:
         )
 
 
-def check_groups(num_groups: int) -> Iterator[Finding]:
-    """Can this vLLM recompute a failed load of a model with so many groups?"""
+def check_groups(groups: Sequence[GroupShape]) -> Iterator[Finding]:
+    """Can this vLLM recompute a failed load of a model with such groups?"""
     adapter = sys.modules.get(_ADAPTER)
-    if num_groups > 1 and getattr(adapter, "KVConnectorTransferResults", True) is None:
+    recomputes = getattr(adapter, "KVConnectorTransferResults", True) is not None
+    if not recomputes and not (len(groups) == 1 and groups[0].looks_at_all):
         yield Finding(
             Level.FAULT,
             "model",
-            f"the model has {num_groups} KV cache groups, and this vLLM can't "
-            "recompute a failed load of more than one; use a newer vLLM, or "
-            "--disable-hybrid-kv-cache-manager.",
+            f"the model has {len(groups)} KV cache group(s), and this vLLM can "
+            "recompute a failed load only of one group of full attention; use a newer "
+            "vLLM, or try --disable-hybrid-kv-cache-manager.",
         )
 
 

@@ -192,7 +192,9 @@ class HostMemoryManager(OffloadingManager):
         self._slots.free([slot for _, slot in maker.victims])
         self._tell([key for key, _ in maker.victims], can_be_hit=False)
         for tenant, count in maker.evicted.items():
-            self._stats.count("evicted_chunks", tenant, use.account.name, by=count)
+            self._stats.counts["evicted_chunks", tenant, use.account.name] += count
+        for tenant, count in maker.breached.items():
+            self._stats.count("reservation_breaches", tenant, by=count)
         return Room(num_granted, reason)
 
     def complete_store(

@@ -65,6 +65,9 @@ class RoomMaker:
         self._aside: list[Account] = []
         self.victims: list[tuple[bytes, int]] = []  # key and slot
         self.evicted: Counter[str] = Counter()  # by the name of who held them
+        # Of these, what others took of a reservation, released chunks aside. Always
+        # empty, as long as the choice of who pays is right.
+        self.breached: Counter[str] = Counter()
 
     def make(self, wanted: int, priority: int) -> Room:
         """Grants as many of `wanted` chunks of a priority as there is room for."""
@@ -135,7 +138,10 @@ class RoomMaker:
             other.excess - self._table.accounts.next_excess()
         ) * other.weight
         most = max(int(min(ahead_of_us, ahead_of_next)), 1)
-        return self._take(other.order.victims(self._now), min(want, most))
+        got = self._take(other.order.victims(self._now), min(want, most))
+        if other.resident < other.reserved:
+            self.breached[other.name] += min(got, other.reserved - other.resident)
+        return got
 
     def _take(self, runs: Iterable[Run], want: int, priority: int | None = None) -> int:
         """Takes up to `want` chunks, none worth more than a store of `priority`."""

@@ -248,9 +248,10 @@ class LoadPlanner:
         tenant = state.req_context.tenant
         skipped = answer.lookup_tokens if answer.skip_reason else 0
         missed = answer.lookup_tokens - answer.hit_tokens - skipped
-        self._stats.count("lookup_tokens", tenant, by=answer.lookup_tokens)
-        self._stats.count("hit_tokens", tenant, by=answer.hit_tokens)
-        self._stats.count("missed_tokens", tenant, by=missed)
+        counts = self._stats.counts
+        counts["lookup_tokens", tenant] += answer.lookup_tokens
+        counts["hit_tokens", tenant] += answer.hit_tokens
+        counts["missed_tokens", tenant] += missed
         if answer.skip_reason:
             self._stats.count("skipped_tokens", tenant, answer.skip_reason, by=skipped)
         state.lookup_tokens += answer.lookup_tokens

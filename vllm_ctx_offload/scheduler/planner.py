@@ -215,7 +215,7 @@ class Planner:
         if not job.failed:
             num_bytes = len(job.block_ids) * self._plan.bytes_per_block
             tenant = job.req_context.tenant
-            self._stats.count(name, tenant, by=num_bytes * self._plan.num_workers)
+            self._stats.counts[name, tenant] += num_bytes * self._plan.num_workers
 
     def on_finished(
         self, request: RequestView, block_ids: Sequence[Sequence[int]]
