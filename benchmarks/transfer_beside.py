@@ -65,14 +65,15 @@ def submission_us(device: str) -> dict[str, float]:
 
 
 class _Copies:
-    """A thread that submits stores and loads of 128 MiB, one after the other."""
+    """A thread that submits stores, or loads, of 128 MiB, one after the other."""
 
-    def __init__(self, page: int, num_blocks: int) -> None:
+    def __init__(self, page: int, num_blocks: int, *, to_host: bool) -> None:
         layout = _caches(4, 2 * num_blocks, page, "cpu")
         self._pool = HostPool(2 * num_blocks, layout.bytes_per_block)
         self._ours = Ours(CpuTransfer(layout, self._pool.rows))
         self._job = make_job(layout, 2 * num_blocks, num_blocks, "scattered")
-        self._num_bytes = 2 * num_blocks * layout.bytes_per_block
+        self._to_host = to_host
+        self._num_bytes = num_blocks * layout.bytes_per_block
         self.done_bytes = 0
         self.on = threading.Event()
         self._over = False
@@ -81,7 +82,7 @@ class _Copies:
 
     def _run(self) -> None:
         while self.on.wait() and not self._over:
-            self._ours.run(self._job, (True, False))
+            self._ours.run(self._job, (self._to_host,))
             self.done_bytes += self._num_bytes
 
     def close(self) -> None:
@@ -93,34 +94,39 @@ class _Copies:
 
 
 def step_ratios(page: int, num_blocks: int, turns: int) -> dict[str, dict[str, float]]:
-    """Returns what a step takes beside copies, over what it takes alone.
+    """Returns what a step takes beside stores, or loads, over what it takes alone.
 
     A step multiplies a batch of 8 with matrices, as decoding does, on all cores but
-    one; with and without copies by turns.
+    one; with and without copies by turns. Also how fast the copies are then.
     """
-    copies = _Copies(page, num_blocks)
     before = torch.get_num_threads()
     torch.set_num_threads(max(before - 1, 1))
     found = {}
-    for kind in _STEPS:
-        times: dict[bool, list[float]] = {False: [], True: []}
-        seconds_beside, before_bytes = 0.0, copies.done_bytes
-        for turn in range(2 * turns):
-            beside = bool(turn % 2)
-            (copies.on.set if beside else copies.on.clear)()
-            start = time.perf_counter()
-            times[beside].append(_step_seconds(kind))
-            seconds_beside += beside * (time.perf_counter() - start)
-        copies.on.clear()
-        pairs = zip(times[True], times[False], strict=True)
-        found[kind] = {
-            "ratio": statistics.median(busy / idle for busy, idle in pairs),
-            "step_ms": 1e3 * statistics.median(times[False]),
-            "copy_gb_per_s": (copies.done_bytes - before_bytes) / seconds_beside / 1e9,
-        }
+    for name, to_host in (("stores", True), ("loads", False)):
+        copies = _Copies(page, num_blocks, to_host=to_host)
+        for kind in _STEPS:
+            found[f"{kind}, beside {name}"] = _beside(copies, kind, turns)
+        copies.close()
     torch.set_num_threads(before)
-    copies.close()
     return found
+
+
+def _beside(copies: _Copies, kind: str, turns: int) -> dict[str, float]:
+    times: dict[bool, list[float]] = {False: [], True: []}
+    seconds, before_bytes = 0.0, copies.done_bytes
+    for turn in range(2 * turns):
+        beside = bool(turn % 2)
+        (copies.on.set if beside else copies.on.clear)()
+        start = time.perf_counter()
+        times[beside].append(_step_seconds(kind))
+        seconds += beside * (time.perf_counter() - start)
+    copies.on.clear()
+    pairs = zip(times[True], times[False], strict=True)
+    return {
+        "ratio": statistics.median(busy / idle for busy, idle in pairs),
+        "step_ms": 1e3 * statistics.median(times[False]),
+        "copy_gb_per_s": (copies.done_bytes - before_bytes) / seconds / 1e9,
+    }
 
 
 def _step_seconds(kind: str) -> float:

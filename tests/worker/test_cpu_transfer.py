@@ -1,4 +1,4 @@
-"""The copy thread: order, fences, failures, and its end.
+"""The copy threads: order, fences, failures, and their end.
 
 Copies are held back by events, never by time, so every order here is forced.
 """
@@ -74,7 +74,7 @@ def transfer(
     yield made
     copy.let(1000)
     made.close()
-    assert not made._thread.is_alive()
+    assert not any(thread.is_alive() for thread in made._threads.values())
 
 
 def job(job_id: int) -> TransferJob:
@@ -97,16 +97,36 @@ def in_background(call: object) -> threading.Thread:
     return thread
 
 
-def test_jobs_of_both_directions_run_in_the_order_submitted(
+def test_jobs_of_each_direction_run_in_the_order_submitted(
     transfer: CpuTransfer, copy: GatedCopy
 ) -> None:
-    for job_id, to_host in enumerate([True, False, False, True, False]):
+    directions = [True, False, False, True, False, True]
+    for job_id, to_host in enumerate(directions):
         transfer.submit(job(job_id), to_host=to_host)
-    copy.let(5)
-    results = take(transfer, 5)
-    assert [result.job.job_id for result in results] == [0, 1, 2, 3, 4]
-    assert [result.to_host for result in results] == [True, False, False, True, False]
-    assert copy.started == [(0,), (1,), (2,), (3,), (4,)]
+    copy.let(6)
+    ended = [(result.job.job_id, result.to_host) for result in take(transfer, 6)]
+    assert sorted(ended) == list(enumerate(directions))
+    for to_host, ids in ((True, [0, 3, 5]), (False, [1, 2, 4])):
+        assert [job_id for job_id, stored in ended if stored == to_host] == ids
+        assert [rows[0] for rows in copy.started if rows[0] in ids] == ids
+
+
+def test_a_load_does_not_wait_for_the_stores_before_it(
+    layout: BlockLayout, pool: torch.Tensor
+) -> None:
+    may_end = threading.Event()
+
+    def copy(blocks: Sequence[int], rows: Sequence[int], *, to_host: bool) -> None:
+        if to_host:
+            assert may_end.wait(PATIENCE_S)
+
+    transfer = CpuTransfer(layout, pool, copy)
+    for job_id, to_host in enumerate([True, True, False]):
+        transfer.submit(job(job_id), to_host=to_host)
+    assert [result.job.job_id for result in take(transfer, 1)] == [2]
+    may_end.set()
+    assert [result.job.job_id for result in take(transfer, 2)] == [0, 1]
+    transfer.close()
 
 
 def test_submitting_does_not_wait_for_a_copy(
@@ -193,22 +213,23 @@ def test_a_failed_copy_is_a_result_and_the_next_job_runs(
     for job_id in range(4):
         transfer.submit(job(job_id), to_host=job_id < 2)
     copy.let(4)
-    results = take(transfer, 4)
+    results = sorted(take(transfer, 4), key=lambda result: result.job.job_id)
     assert [result.ok for result in results] == [False, True, False, True]
     assert [result.num_bytes for result in results] == [0, 20, 0, 20]
     assert all(result.seconds >= 0 for result in results)
-    assert [r.getMessage() for r in caplog.records] == [
+    assert sorted(r.getMessage() for r in caplog.records) == [
         "Transfer job 0 failed.",
         "Transfer job 2 failed.",
     ]
 
 
+@pytest.mark.parametrize("to_host", [True, False])
 def test_closing_ends_the_copy_being_made_and_reports_the_queue_as_failed(
-    transfer: CpuTransfer, copy: GatedCopy
+    *, to_host: bool, transfer: CpuTransfer, copy: GatedCopy
 ) -> None:
     """1. copy 0 is being made, 1 and 2 wait. 2. close. 3. copy 0 may go on."""
     for job_id in range(3):
-        transfer.submit(job(job_id), to_host=job_id != 1)
+        transfer.submit(job(job_id), to_host=to_host)
     copy.wait_until_begun()
     closing = in_background(transfer.close)
     fencing = in_background(lambda: transfer.fence([2]))
@@ -219,7 +240,7 @@ def test_closing_ends_the_copy_being_made_and_reports_the_queue_as_failed(
     fencing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert not fencing.is_alive()
-    assert not transfer._thread.is_alive()
+    assert not any(thread.is_alive() for thread in transfer._threads.values())
     ended = [(result.job.job_id, result.ok) for result in transfer.poll()]
     assert ended == [(0, True), (1, False), (2, False)]
     assert transfer.poll() == []
@@ -260,8 +281,9 @@ def test_caches_made_in_inference_mode_can_be_written(
         pool = torch.zeros((NUM_BLOCKS, layout.bytes_per_block), dtype=torch.uint8)
     transfer = CpuTransfer(layout, pool)
     transfer.submit(TransferJob(0, "r", (1,), (0,)), to_host=True)
+    assert take(transfer, 1)[0].ok
     transfer.submit(TransferJob(1, "r", (2,), (0,)), to_host=False)
-    assert [result.ok for result in take(transfer, 2)] == [True, True]
+    assert take(transfer, 1)[0].ok
     assert torch.equal(cache[1], cache[2])
     transfer.close()
 

@@ -14,7 +14,7 @@ __all__ = ["give_way_to_the_model", "leave_the_models_cores"]
 logger = logging.getLogger(__name__)
 
 # The kernel then gives a thread of the model nine times as much of a core that both
-# want. Not the most that there is: requests wait for loads.
+# want. Not the most that there is: a fence waits for stores.
 _NICENESS: Final = 10
 
 

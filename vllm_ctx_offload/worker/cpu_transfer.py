@@ -1,4 +1,4 @@
-"""The backend for vLLM's CPU platform: one copy thread beside the model."""
+"""The backend for vLLM's CPU platform: a copy thread for each direction."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class _Submitted(NamedTuple):
 
 
 class CpuTransfer:
-    """Runs jobs one after the other, both directions in one queue.
+    """Runs the jobs of each direction one after the other.
 
     On the CPU platform compute is over when the model's call returns, so a job that is
-    submitted between two forward passes comes after the first of them. The queue
-    orders a load after every store before it; `fence` waits, since the next forward
-    pass would write at once. See `Transfer` for the contract.
+    submitted between two forward passes comes after the first of them. `fence` waits,
+    since the next forward pass, or the next load, would write at once. See `Transfer`
+    for the contract.
+
+    Requests wait for loads, but nobody for a store, so these give way to the model.
     """
 
     def __init__(
@@ -54,23 +56,30 @@ class CpuTransfer:
         self._copy = copy or CpuCopy(layout, pool)
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
-        self._queue: deque[_Submitted] = deque()
+        self._queues: dict[bool, deque[_Submitted]] = {True: deque(), False: deque()}
         self._open_stores: set[int] = set()
         self._num_open = 0
         self._results: list[JobResult] = []
         self._closing = False
-        # A daemon: a copy that hangs must not keep the process alive.
-        self._thread = threading.Thread(
-            target=self._run, name="ctx-offload-copy", daemon=True
-        )
-        self._thread.start()
+        # Daemons: a copy that hangs must not keep the process alive.
+        self._threads = {
+            to_host: threading.Thread(
+                target=self._run,
+                args=(to_host,),
+                name=f"ctx-offload-{'store' if to_host else 'load'}",
+                daemon=True,
+            )
+            for to_host in (True, False)
+        }
+        for thread in self._threads.values():
+            thread.start()
 
     def submit(self, job: TransferJob, *, to_host: bool) -> None:
         submitted = _Submitted(job, to_host, time.monotonic())
         with self._changed:
             self._num_open += 1
             if not self._closing:
-                self._queue.append(submitted)
+                self._queues[to_host].append(submitted)
                 if to_host:
                     self._open_stores.add(job.job_id)
                 self._changed.notify_all()
@@ -94,25 +103,29 @@ class CpuTransfer:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(_CLOSE_WAIT_S)
-        if self._thread.is_alive():
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        for thread in self._threads.values():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads.values()):
             logger.warning("A copy that is still being made was left behind.")
 
-    def _run(self) -> None:
+    def _run(self, to_host: bool) -> None:
         leave_the_models_cores()
-        give_way_to_the_model()
-        while (submitted := self._next()) is not None:
+        if to_host:
+            give_way_to_the_model()
+        queue = self._queues[to_host]
+        while (submitted := self._next(queue)) is not None:
             self._finish(submitted, ok=self._try_copy(submitted))
         with self._changed:
-            dropped = list(self._queue)
-            self._queue.clear()
+            dropped = list(queue)
+            queue.clear()
         for submitted in dropped:
             self._finish(submitted, ok=False)
 
-    def _next(self) -> _Submitted | None:
+    def _next(self, queue: deque[_Submitted]) -> _Submitted | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or bool(self._queue))
-            return None if self._closing else self._queue.popleft()
+            self._changed.wait_for(lambda: self._closing or bool(queue))
+            return None if self._closing else queue.popleft()
 
     def _try_copy(self, submitted: _Submitted) -> bool:
         job = submitted.job
