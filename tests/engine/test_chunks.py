@@ -31,6 +31,7 @@ def engine(shelf: EngineShelf, spec: EngineSpec) -> Engine:
 
 @pytest.mark.parametrize("num_local", [0, 32, 64, 96, 128, 160, 512])
 def test_a_local_hit_may_end_inside_a_chunk(engine: Engine, num_local: int) -> None:
+    """CASES 10: block 32, chunk 128."""
     cold, stored = engine.ask_and_read(PROMPT)
     engine.forget_device()
     if num_local:

@@ -155,6 +155,30 @@ def test_many_requests_under_pressure_answer_as_alone(engine: Engine) -> None:
     engine.assert_idle()
 
 
+def test_without_the_hybrid_manager_one_group_serves_on_every_release(
+    shelf: EngineShelf, gemma3: Path
+) -> None:
+    """What the refusal below advises: all layers keep all tokens, in one group."""
+    engine = shelf.get(
+        EngineSpec.make(
+            gemma3, num_blocks=83, options={"disable_hybrid_kv_cache_manager": True}
+        )
+    )
+    assert len(engine.side.planner._plan.groups) == 1
+    cold, stored = engine.ask_and_read(PROMPT)
+    local = engine.ask(PROMPT, max_tokens=8)
+    engine.forget_device()
+    host = engine.ask(PROMPT, max_tokens=8)
+    engine.forget_device()
+    returned, loaded = engine.ask_and_read(PROMPT)
+
+    assert [r.num_cached for r in (cold, local, host)] == [0, NUM_FULL, NUM_FULL]
+    assert [r.num_loaded for r in (local, host, returned)] == [0, NUM_FULL, NUM_FULL]
+    assert loaded == stored
+    assert_same_answer(host, local)
+    engine.assert_idle()
+
+
 def test_where_vllm_can_not_recompute_groups_the_start_is_refused(
     shelf: EngineShelf, gemma3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from real_scheduler.harness import Engine
 
 MakeEngine = Callable[..., Engine]
@@ -81,6 +82,35 @@ def test_fifty_requests_with_one_prefix_wait_together(
         lambda: all(r.request_id in engine.num_scheduled for r in requests)
     )
     assert engine.now - began <= 0.07
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["device too", "host"])
+def test_fifty_requests_with_a_new_prefix_start_as_without_a_connector(
+    make_engine: MakeEngine, async_scheduling: bool, prefix_caching: bool
+) -> None:
+    """CASES 20: nobody has the prefix yet, and its stores take for ever.
+
+    1. The first request computes it; those of the same step hit on the device.
+    2. Without a device cache each computes it, after one `load_wait_ms` at most, and
+       as many a step as there is room for.
+    """
+    engine = make_engine(
+        async_scheduling=async_scheduling,
+        num_blocks=512,
+        max_num_batched_tokens=2048,
+        prefix_caching=prefix_caching,
+        extra={"load_wait_ms": 50},
+    )
+    engine.seconds_per_step = 0.005
+    engine.controls.hold_stores = True
+    requests = [engine.add([*PROMPT, index]) for index in range(50)]
+    engine.step_until(
+        lambda: all(r.request_id in engine.num_scheduled for r in requests)
+    )
+    num_computed = 50 * 201 if not prefix_caching else 201 + 49 * 9
+    num_steps = -(-num_computed // 2048)
+    assert sum(engine.num_scheduled.values()) == num_computed
+    assert engine.now <= 0.05 + (num_steps + 1) * engine.seconds_per_step
 
 
 def test_fifty_requests_with_one_prefix_load_it_at_once(
