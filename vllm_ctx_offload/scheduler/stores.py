@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from vllm_ctx_offload.core.manager import OffloadingManager
@@ -24,6 +24,31 @@ class FinalState(NamedTuple):
     num_tokens: int  # that it stands for
 
 
+class _Holes(Container[int]):
+    """The places in a chain of chunks that are not whole on the device any more.
+
+    What no layer of the group looks at from the chunk's end on may be missing.
+    """
+
+    def __init__(
+        self, plan: OffloadPlan, chain: ChainShape, tables: Sequence[Sequence[int]]
+    ) -> None:
+        self._plan = plan
+        self._chain = chain
+        self._tables = tables
+
+    def __contains__(self, place: object) -> bool:
+        assert isinstance(place, int)
+        group, chunk = self._chain.chunk_at(place)
+        shape, per_chunk = self._plan.groups[group], self._plan.blocks_per_chunk
+        if shape.looks_at_all:
+            return False
+        end = (chunk + 1) * per_chunk
+        first = shape.first_needed(end * shape.tokens_per_block)
+        first_block = max(first // shape.tokens_per_block, chunk * per_chunk)
+        return NULL_BLOCK in self._tables[group][first_block:end]
+
+
 class StorePlanner:
     """Offers the chains of running requests to the manager and plans the copies."""
 
@@ -37,6 +62,7 @@ class StorePlanner:
     ) -> None:
         self._plan = plan
         self._chain = ChainShape(plan)
+        self._may_have_holes = not all(shape.looks_at_all for shape in plan.groups)
         self._manager = manager
         self._jobs = jobs
         self._stats = stats
@@ -124,7 +150,9 @@ class StorePlanner:
     def _offer(
         self, state: RequestOffloadState, keys: list[bytes]
     ) -> TransferJob | None:
-        holes = self._holes(state, len(keys))
+        holes: Container[int] = ()
+        if self._may_have_holes:
+            holes = _Holes(self._plan, self._chain, state.block_ids)
         grant = self._manager.prepare_store(keys, state.req_context, holes=holes)
         state.rejected_tokens = self._plan.worth_in_tokens(grant.num_rejected)
         state.rejected_reason = grant.reason
@@ -155,23 +183,6 @@ class StorePlanner:
             tuple(block_ids),
             tuple(rows),
         )
-
-    def _holes(self, state: RequestOffloadState, num_keys: int) -> set[int]:
-        """Returns the places of chunks that are not whole on the device any more.
-
-        What no layer of the group looks at from the chunk's end on may be missing.
-        """
-        per_chunk, holes = self._plan.blocks_per_chunk, set()
-        for group, shape in enumerate(self._plan.groups):
-            if shape.looks_at_all:
-                continue
-            table, size = state.block_ids[group], shape.tokens_per_block
-            for place, chunk in self._chain.places_of(group, num_keys):
-                end = (chunk + 1) * per_chunk
-                first = max(shape.first_needed(end * size) // size, chunk * per_chunk)
-                if NULL_BLOCK in table[first:end]:
-                    holes.add(place)
-        return holes
 
     def forget_skipped(self, state: RequestOffloadState) -> None:
         """Follows vLLM, which frees what no layer of a group can attend to any more.
