@@ -87,11 +87,11 @@ def test_a_chain_holds_the_chunks_of_all_groups_span_by_span() -> None:
     assert shape.keys_of(0, chain) == [b"a:prefix-%d" % index for index in range(6)]
     assert shape.keys_of(2, chain) == [b"c:prefix-2", b"c:prefix-5"]
     for group in range(3):
-        places = [place for place, _ in shape.places_of(group, len(chain))]
+        chunks = range(shape.num_chunks(group, 2))
+        places = [shape.place(group, chunk) for chunk in chunks]
         assert [chain[place] for place in places] == shape.keys_of(group, chain)
-        assert places == [shape.place(group, i) for i in range(len(places))]
         assert [shape.chunk_at(place) for place in places] == [
-            (group, index) for index in range(len(places))
+            (group, chunk) for chunk in chunks
         ]
 
 

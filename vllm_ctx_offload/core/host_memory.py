@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_ctx_offload.context import ReqContext
@@ -149,12 +149,11 @@ class HostMemoryManager(OffloadingManager):
         keys: Sequence[bytes],
         req_context: ReqContext,
         *,
-        holes: Collection[int] = (),
+        holes: Container[int] = (),
     ) -> StoreGrant:
         slots = self._find(keys)
         absent = [index for index, slot in enumerate(slots) if slot is None]
-        if holes:
-            absent = [index for index in absent if index not in holes]
+        absent = [index for index in absent if index not in holes]
         if self._doomed:
             absent = [index for index in absent if keys[index] not in self._doomed]
         use = self._policy.begin_use(req_context, self._clock())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import NamedTuple
 
 from vllm_ctx_offload.context import ReqContext
@@ -67,7 +67,7 @@ class OffloadingManager(ABC):
         keys: Sequence[bytes],
         req_context: ReqContext,
         *,
-        holes: Collection[int] = (),
+        holes: Container[int] = (),
     ) -> StoreGrant:
         """Makes room for the absent ones of `keys`, a chain from its head.
 

@@ -29,7 +29,8 @@ class PolicyConfig(NamedTuple):
     accounts: Mapping[str, AccountTerms]  # by tenant; `default` among them
     max_protected: int  # chunks that priorities above the default may protect together
     tokens_per_chunk: int = 1  # hints are given in tokens
-    keys_per_chunk: int = 1  # in a chain, for the same tokens: one of each group
+    # In a chain, for the same tokens: as a rule one of each group.
+    keys_per_chunk: int = 1
     plain_lru: bool = False  # ignore every hint and tenant
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.manager import (
@@ -38,7 +38,7 @@ class ReuseFilter(OffloadingManager):
         keys: Sequence[bytes],
         req_context: ReqContext,
         *,
-        holes: Collection[int] = (),
+        holes: Container[int] = (),
     ) -> StoreGrant:
         self._count(keys, req_context.request_id)
         offers, threshold = self._offers, self._threshold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from vllm_ctx_offload.plan import OffloadPlan
 
@@ -58,9 +58,3 @@ class ChainShape:
         for index in range(count):
             keys[index::count] = chain[start + index :: self.keys_per_span]
         return keys
-
-    def places_of(self, group: int, num_keys: int) -> Iterator[tuple[int, int]]:
-        """Yields (place, chunk of the group) for a chain of `num_keys`."""
-        num_spans = num_keys // self.keys_per_span
-        for chunk in range(self.num_chunks(group, num_spans)):
-            yield self.place(group, chunk), chunk

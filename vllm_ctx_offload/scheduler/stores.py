@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final, NamedTuple
 
 from vllm_ctx_offload.core.manager import OffloadingManager
@@ -27,6 +27,39 @@ class FinalState(NamedTuple):
     num_tokens: int  # that it stands for
 
 
+class _Holes(Container[int]):
+    """The places in a chain of chunks that are not final, or not whole any more.
+
+    States are as soon as they are in their table. What no layer of a group looks at
+    from the chunk's end on may be missing.
+    """
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        chain: ChainShape,
+        tables: Sequence[Sequence[int]],
+        num_final: int,
+    ) -> None:
+        self._plan = plan
+        self._chain = chain
+        self._tables = tables
+        self._num_final = num_final * chain.keys_per_span
+
+    def __contains__(self, place: object) -> bool:
+        assert isinstance(place, int)
+        group, chunk = self._chain.chunk_at(place)
+        shape, per_chunk = self._plan.groups[group], self._plan.blocks_per_chunk
+        if place >= self._num_final and not shape.recurrent:
+            return True
+        if shape.looks_at_all:
+            return False
+        end = (chunk + 1) * per_chunk
+        first = shape.first_needed(end * shape.tokens_per_block)
+        first_block = max(first // shape.tokens_per_block, chunk * per_chunk)
+        return NULL_BLOCK in self._tables[group][first_block:end]
+
+
 class StorePlanner:
     """Offers the chains of running requests to the manager and plans the copies."""
 
@@ -40,11 +73,11 @@ class StorePlanner:
     ) -> None:
         self._plan = plan
         self._chain = ChainShape(plan)
+        self._may_have_holes = not all(shape.looks_at_all for shape in plan.groups)
         self._manager = manager
         self._jobs = jobs
         self._stats = stats
         self._prompt_only = prompt_only
-        self._frees_early = not all(group.looks_at_all for group in plan.groups)
 
     def plan_store(
         self,
@@ -92,7 +125,7 @@ class StorePlanner:
         so a chunk costs the same however long the chain is. Not where blocks are freed
         before the end: they could not be stored later.
         """
-        if at_its_end or self._frees_early or num_spans <= state.num_offered:
+        if at_its_end or self._may_have_holes or num_spans <= state.num_offered:
             return num_spans > state.num_offered
         num_in_prompt = state.request.num_prompt_tokens // self._chain.tokens_per_span
         if state.num_offered < num_in_prompt:
@@ -154,11 +187,9 @@ class StorePlanner:
         self, state: RequestOffloadState, keys: list[bytes], num_final: int
     ) -> TransferJob | None:
         """Offers a chain of which `num_final` spans, and all states, are final."""
-        holes = self._holes(state, len(keys))
-        for place in range(num_final * self._chain.keys_per_span, len(keys)):
-            group, _ = self._chain.chunk_at(place)
-            if not self._plan.groups[group].recurrent:
-                holes.add(place)
+        holes: Container[int] = ()
+        if self._may_have_holes:
+            holes = _Holes(self._plan, self._chain, state.block_ids, num_final)
         grant = self._manager.prepare_store(keys, state.req_context, holes=holes)
         state.rejected_tokens = self._plan.worth_in_tokens(grant.num_rejected)
         state.rejected_reason = grant.reason
@@ -189,23 +220,6 @@ class StorePlanner:
             tuple(block_ids),
             tuple(rows),
         )
-
-    def _holes(self, state: RequestOffloadState, num_keys: int) -> set[int]:
-        """Returns the places of chunks that are not whole on the device any more.
-
-        What no layer of the group looks at from the chunk's end on may be missing.
-        """
-        per_chunk, holes = self._plan.blocks_per_chunk, set()
-        for group, shape in enumerate(self._plan.groups):
-            if shape.looks_at_all:
-                continue
-            table, size = state.block_ids[group], shape.tokens_per_block
-            for place, chunk in self._chain.places_of(group, num_keys):
-                end = (chunk + 1) * per_chunk
-                first = max(shape.first_needed(end * size) // size, chunk * per_chunk)
-                if NULL_BLOCK in table[first:end]:
-                    holes.add(place)
-        return holes
 
     def forget_skipped(self, state: RequestOffloadState) -> None:
         """Follows vLLM, which frees what no layer of a group can attend to any more.
