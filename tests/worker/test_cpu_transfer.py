@@ -215,7 +215,6 @@ def test_a_failed_copy_is_a_result_and_the_next_job_runs(
     copy.let(4)
     results = sorted(take(transfer, 4), key=lambda result: result.job.job_id)
     assert [result.ok for result in results] == [False, True, False, True]
-    assert [result.num_bytes for result in results] == [0, 20, 0, 20]
     assert all(result.seconds >= 0 for result in results)
     assert sorted(r.getMessage() for r in caplog.records) == [
         "Transfer job 0 failed.",

@@ -140,8 +140,7 @@ class CpuTransfer:
 
     def _finish(self, submitted: _Submitted, *, ok: bool) -> None:
         job, to_host, began = submitted
-        num_bytes = len(job.rows) * self._layout.bytes_per_block if ok else 0
-        result = JobResult(job, to_host, ok, num_bytes, time.monotonic() - began)
+        result = JobResult(job, to_host, ok, time.monotonic() - began)
         with self._changed:
             self._results.append(result)
             self._num_open -= 1

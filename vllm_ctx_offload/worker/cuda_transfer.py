@@ -52,7 +52,6 @@ class CudaTransfer:
         terms: DeviceTerms,
         make_launcher: Callable[[str, Callable[[], None]], Launcher] = LaunchThread,
     ) -> None:
-        self._layout = layout
         self._cuda: Any = terms.cuda
         self._events: deque[Any] = deque()
         try:
@@ -118,12 +117,10 @@ class CudaTransfer:
         # Whoever had to wait for them has been told to: a wait is for what an event
         # stood for at the time of the call.
         self._events += (in_flight.compute, in_flight.sources_read, in_flight.done)
-        num_bytes = len(in_flight.job.rows) * self._layout.bytes_per_block
         return JobResult(
             in_flight.job,
             in_flight.to_host,
             in_flight.ok,
-            num_bytes if in_flight.ok else 0,
             time.monotonic() - in_flight.began,
         )
 

@@ -62,13 +62,13 @@ class HostPool:
         touched = time.monotonic()
         self._pinned_pieces: list[int] = []
         self.pinned = device.type == "cuda" and self._pin(num_bytes)
+        pinned = f"pinned in {time.monotonic() - touched:.1f} s"
         logger.info(
-            "Host pool of %s on %s: touched in %.1f s, %s in %.1f s.",
+            "Host pool of %s on %s: touched in %.1f s, %s.",
             format_bytes(num_bytes),
             "any NUMA node" if node is None else f"NUMA node {node}",
             touched - began,
-            "pinned" if self.pinned else "not pinned",
-            time.monotonic() - touched,
+            pinned if self.pinned else "not pinned",
         )
 
     def _pin(self, num_bytes: int) -> bool:

@@ -16,7 +16,6 @@ class JobResult(NamedTuple):
     job: TransferJob
     to_host: bool
     ok: bool
-    num_bytes: int  # copied; 0 for a failed job
     seconds: float  # from submission to the end
 
 

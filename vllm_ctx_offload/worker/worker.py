@@ -130,7 +130,7 @@ class OffloadWorker:
 
     def _submit(self, job: TransferJob, *, to_host: bool) -> None:
         if self._transfer is None:
-            self._ended.append(JobResult(job, to_host, False, 0, 0.0))
+            self._ended.append(JobResult(job, to_host, False, 0.0))
             return
         self._num_open += 1
         self._transfer.submit(job, to_host=to_host)
