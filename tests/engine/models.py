@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     LlamaConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "VOCAB_SIZE",
     "make_draft_model",
     "make_eagle",
+    "make_falcon_h1",
     "make_gemma3",
     "make_gemma4",
     "make_llama",
@@ -134,6 +136,29 @@ def make_gemma4(folder: Path) -> Path:
         initializer_range=_SPREAD,
     )
     _write(folder, config, torch.float32)
+    return folder
+
+
+def make_falcon_h1(folder: Path) -> Path:
+    """Writes the configuration of a Falcon-H1: attention and Mamba in every layer."""
+    config = FalconH1Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_expand=1,
+        mamba_chunk_size=64,
+    )
+    config.architectures = ["FalconH1ForCausalLM"]
+    config.save_pretrained(folder)
     return folder
 
 
