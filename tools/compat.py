@@ -26,6 +26,7 @@ ENGINE_TESTS = (
     "tests/engine/test_pressure.py",
     "tests/engine/test_failures.py",
     "tests/engine/test_multi_connector.py",
+    "tests/engine/test_speculation.py",
 )
 CONTRACT_TESTS = ("tests/adapters", "tests/real_scheduler")
 
