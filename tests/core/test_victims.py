@@ -210,7 +210,7 @@ def test_what_a_wrong_choice_takes_of_a_reservation_is_counted(
     manager = make_manager(4, accounts=accounts)
     singles(manager, "a", "b", "c", context=ACME)
     singles(manager, "d", context=EMPTY_CONTEXT)
-    mocker.patch.object(Accounts, "furthest_above", lambda self: self["acme"])
+    mocker.patch.object(Accounts, "furthest_above", lambda self: self.get("acme"))
     store(manager, [b"new"], ZETA)
     assert counted(manager) == {
         '["evicted_chunks", "acme", "zeta"]': 1,
