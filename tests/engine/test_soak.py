@@ -187,7 +187,7 @@ def _assert_tables_are_empty(engine: Engine) -> None:
     assert not planner._jobs._readers
     assert not worker._ended
     transfer = engine.transfer
-    assert not transfer._queue
+    assert not any(transfer._queues.values())
     assert not transfer._open_stores
     assert not transfer._results
     manager = engine.side.manager
