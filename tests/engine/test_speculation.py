@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from engine.conftest import EngineShelf
 from engine.harness import Engine, assert_same_answer, random_prompt
 from engine.models import make_draft_model, make_eagle
 from engine.spec import BLOCK, EngineSpec
 
+# There vLLM's own warm-up of kernels ends with a TypeError.
+pytestmark = pytest.mark.skipif(
+    vllm.__version__.startswith("0.30."),
+    reason="the CPU build of vLLM 0.30 can't speculate",
+)
 NUM_DRAFTS = 3
 PROMPT = random_prompt(31, 250)
 MAX_TOKENS = 80
