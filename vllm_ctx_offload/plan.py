@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_ctx_offload.config import OffloadConfig, check_accounts
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import default_pool_bytes, format_bytes
 
-__all__ = ["GroupShape", "ModelShape", "OffloadPlan", "resolve_plan"]
+__all__ = [
+    "GroupShape",
+    "ModelShape",
+    "OffloadPlan",
+    "loads_fail_whole",
+    "resolve_plan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +127,8 @@ class OffloadPlan:
 
     @property
     def loads_fail_whole(self) -> bool:
-        """Whether there is no going on from the first block that did not come.
-
-        Tables of several groups have no such block in common, and before that of a
-        window or a state there may be none.
-        """
-        return len(self.groups) > 1 or not self.groups[0].looks_at_all
+        """See the function."""
+        return loads_fail_whole(self.groups)
 
     def worth_in_tokens(self, num_chunks: int) -> int:
         """Returns the tokens that chunks of all groups together stand for."""
@@ -143,6 +146,15 @@ class OffloadPlan:
             f"{self.num_workers} worker(s), {format_bytes(self.total_bytes)} in all, "
             f"{'pinned' if pin else 'not pinned'}"
         )
+
+
+def loads_fail_whole(groups: Sequence[GroupShape]) -> bool:
+    """Whether there is no going on from the first block that a load did not bring.
+
+    Tables of several groups have no such block in common, and before that of a window
+    or a state there may be none.
+    """
+    return len(groups) > 1 or not groups[0].looks_at_all
 
 
 def _scheduler_block(groups: tuple[GroupShape, ...]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -38,6 +38,19 @@ __all__ = [
 VOCAB_SIZE: Final = 512
 GEMMA_WINDOW: Final = 128
 _SPREAD: Final = 0.12
+_GEMMA: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "sliding_window": GEMMA_WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "initializer_range": _SPREAD,
+}
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
     "<{{ message['role'] }}>{{ message['content'] }}"
@@ -97,18 +110,8 @@ def make_eagle(llama: Path, folder: Path) -> Path:
 def make_gemma3(folder: Path) -> Path:
     """Writes a Gemma 3 in float32: two groups that slide, one that looks at all."""
     config = Gemma3TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **_GEMMA,
         query_pre_attn_scalar=32,
-        max_position_embeddings=4096,
-        sliding_window=GEMMA_WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        initializer_range=_SPREAD,
     )
     _write(folder, config, torch.float32)
     return folder
@@ -120,20 +123,10 @@ def make_gemma4(folder: Path) -> Path:
     So vLLM puts twice as many tokens in their blocks.
     """
     config = Gemma4TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **_GEMMA,
         global_head_dim=64,
         vocab_size_per_layer_input=VOCAB_SIZE,
         hidden_size_per_layer_input=0,
-        max_position_embeddings=4096,
-        sliding_window=GEMMA_WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        initializer_range=_SPREAD,
     )
     _write(folder, config, torch.float32)
     return folder

@@ -79,14 +79,16 @@ def test_decoded_chunks_are_stored_on_request_only(make_bench: MakeBench) -> Non
         assert store.block_ids == expected
 
 
-def decode(bench: Bench, request: FakeRequest, end: int) -> list[int]:
+def decode(
+    bench: Bench, request: FakeRequest, end: int, num_groups: int = 1
+) -> list[int]:
     """Decodes token by token; returns the ends at which chunks were stored."""
     stored_at = []
     while request.num_tokens < end:
         request.num_tokens += 1
         request.grow_hashes("prefix")
-        more = [request.num_tokens // 4] if request.num_tokens % 4 == 1 else []
-        if bench.run(request, 1, more, replace=False).stores:
+        more = [request.num_tokens // 4 + 1] if request.num_tokens % 4 == 1 else []
+        if bench.run(request, 1, *[more] * num_groups, replace=False).stores:
             stored_at.append(request.num_tokens)
     return stored_at
 
@@ -118,12 +120,7 @@ def test_where_blocks_are_freed_early_nothing_waits(make_bench: MakeBench) -> No
     bench = make_bench(num_slots=600, prompt_only=False, groups=groups)
     request = bench.add(4 * 128)
     bench.run(request, 4 * 128, *[list(range(1, 129))] * 2)
-    while request.num_tokens < 4 * 129:
-        request.num_tokens += 1
-        request.grow_hashes("prefix")
-        more = [[129]] * 2 if request.num_tokens % 4 == 1 else [[], []]
-        plan = bench.run(request, 1, *more, replace=False)
-    assert len(plan.stores) == 1
+    assert decode(bench, request, 4 * 129, num_groups=2) == [4 * 129]
 
 
 @pytest.mark.parametrize(("cap", "expected"), [(0, ()), (7, (1,)), (99, (1, 2, 3))])

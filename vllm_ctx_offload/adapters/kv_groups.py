@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from vllm_ctx_offload.adapters.drafts import draft_lookahead
 from vllm_ctx_offload.errors import ConfigError
-from vllm_ctx_offload.plan import GroupShape, ModelShape
+from vllm_ctx_offload.plan import GroupShape, ModelShape, loads_fail_whole
 
 __all__ = ["check_groups", "model_shape"]
 
@@ -60,9 +60,7 @@ def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> Non
             "mode 'align'; set --enable-prefix-caching, and --mamba-cache-mode align "
             "if vLLM knows that option."
         )
-    if not recomputes and not (
-        len(groups) == 1 and _group_shape(groups[0]).looks_at_all
-    ):
+    if not recomputes and loads_fail_whole([_group_shape(group) for group in groups]):
         raise ConfigError(
             f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
             f"{kinds}, and vLLM {version} can recompute a failed load only of one "

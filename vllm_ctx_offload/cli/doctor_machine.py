@@ -20,7 +20,7 @@ from vllm_ctx_offload.memory import (
     default_pool_bytes,
     format_bytes,
 )
-from vllm_ctx_offload.plan import GroupShape
+from vllm_ctx_offload.plan import GroupShape, loads_fail_whole
 
 __all__ = [
     "check_groups",
@@ -127,7 +127,7 @@ def check_groups(groups: Sequence[GroupShape]) -> Iterator[Finding]:
     """Can this vLLM recompute a failed load of a model with such groups?"""
     adapter = sys.modules.get(_ADAPTER)
     recomputes = getattr(adapter, "KVConnectorTransferResults", True) is not None
-    if not recomputes and not (len(groups) == 1 and groups[0].looks_at_all):
+    if not recomputes and loads_fail_whole(groups):
         yield Finding(
             Level.FAULT,
             "model",

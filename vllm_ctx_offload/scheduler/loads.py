@@ -233,9 +233,7 @@ class LoadPlanner:
 
     def _covers(self, lease: Lease, num_tokens: int) -> bool:
         """Whether a lease holds all that is needed to go on after `num_tokens`."""
-        return num_tokens == lease.num_tokens or all(
-            shape.looks_at_all for shape in self._plan.groups
-        )
+        return num_tokens == lease.num_tokens or not self._short_sighted
 
     def _count_answer(self, state: RequestOffloadState) -> None:
         """Counts the lookup that led to this admission; repeated ones never count."""
