@@ -96,7 +96,7 @@ def test_a_gauge_shows_the_last_value(
     for to in (7, 3):
         stats.set(name, *values, to=to)
         metrics.observe(stats.take(), engine=0)
-        metrics.observe(stats.take(), engine=0)  # nothing changed: nothing taken
+        metrics.observe(stats.take(), engine=0)  # nothing was set: nothing taken
         assert value_of(registry, name, **labels) == to
 
 
@@ -116,7 +116,7 @@ def test_each_observation_falls_into_its_bucket(
 ) -> None:
     stats = OffloadStats()
     for seconds in OBSERVED:
-        stats.count(*figure, by=seconds)
+        stats.observe(*figure, value=seconds)
     metrics.observe(stats.take(), engine=0)
     assert value_of(registry, f"{name}_count") == 4
     assert value_of(registry, f"{name}_sum") == pytest.approx(40.0075)
@@ -184,7 +184,7 @@ def test_the_summary_adds_up_all_tenants() -> None:
         stats.count("loaded_bytes", tenant, by=3 * 1024**2)
         stats.count("evicted_chunks", tenant, "acme", by=2)
     stats.count("transfer_failures", "load")
-    stats.count("transfer_seconds", "load", by=0.1)
+    stats.observe("transfer_seconds", "load", value=0.1)
     assert summarize(stats.take()) == {
         "lookup tokens": 200,
         "host hit tokens": 120,

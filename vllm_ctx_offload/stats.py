@@ -43,8 +43,8 @@ HISTOGRAMS: Final = frozenset({"load_wait_seconds", "transfer_seconds"})
 class OffloadStats:
     """What happened since the last `take`.
 
-    Increments only ever add up, so no counter can fall. A gauge is taken when it has
-    changed. Labels are bounded by their callers: declared tenants and fixed words.
+    Increments only ever add up, so no counter can fall. A gauge is taken once each time
+    it was set. Labels are bounded by their callers: declared tenants and fixed words.
     """
 
     def __init__(self) -> None:
@@ -53,19 +53,16 @@ class OffloadStats:
         self.counts: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self._observed: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
         self._gauges: dict[tuple[str, ...], float] = {}
-        self._changed: dict[tuple[str, ...], float] = {}
         # The text of each key, made once: that costs more than all the rest.
         self._texts: dict[tuple[str, ...], str] = {}
 
     def count(self, *key: str, by: float = 1) -> None:
-        """Adds `by` to a counter: its name, and its label values in their fixed order.
+        """Adds `by` to a counter: its name and its label values, in their order."""
+        self.counts[key] += by
 
-        In a histogram `by` is one more observation.
-        """
-        if key[0] in HISTOGRAMS:
-            self._observed[key].append(by)
-        else:
-            self.counts[key] += by
+    def observe(self, *key: str, value: float) -> None:
+        """Adds an observation to a histogram: its name, and its label values."""
+        self._observed[key].append(value)
 
     def declare(self, *key: str) -> None:
         """Has a counter or histogram shown before there is anything to show.
@@ -79,13 +76,12 @@ class OffloadStats:
 
     def set(self, *key: str, to: float) -> None:
         """Sets a gauge: its name, and its label values in their fixed order."""
-        if self._gauges.get(key) != to:
-            self._gauges[key] = self._changed[key] = to
+        self._gauges[key] = to
 
     def take(self) -> dict[str, Any]:
         """Returns what happened since the last call and starts anew."""
         texts, taken = self._texts, {}
-        for figures in (self.counts, self._observed, self._changed):
+        for figures in (self.counts, self._observed, self._gauges):
             if figures:
                 for key, value in figures.items():
                     taken[texts.get(key) or self._make_text(key)] = value

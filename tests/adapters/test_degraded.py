@@ -45,7 +45,7 @@ def test_a_declared_counter_and_usual_figures_are_no_trouble(
     stats.declare("transfer_failures", "load")
     stats.count("rejected_stores", "acme", "priority")
     stats.count("evicted_chunks", "acme", "acme")
-    stats.count("load_wait_seconds", by=1.0)
+    stats.observe("load_wait_seconds", value=1.0)
     stats.set("resident_bytes", "acme", to=5)
     log.look_at(stats.take())
     log.look_at({})

@@ -107,10 +107,10 @@ def test_after_an_internal_error_the_gauge_says_so_and_counting_goes_on(
     taken(side)
     compute(side, make_request(16))
 
-    def fail() -> dict[str, int]:
+    def fail() -> list[int]:
         raise RuntimeError("resident")
 
-    monkeypatch.setattr(side._gauges._memory, "resident_by_tenant", fail)
+    monkeypatch.setattr(side._gauges._memory, "residents", fail)
     figures = taken(side)
     assert figures["disabled",] == 1
     assert figures["lookup_tokens", "default"] == 16

@@ -47,7 +47,7 @@ class DegradationLog:
 
     def look_at(self, figures: Mapping[str, Any]) -> None:
         """Warns of each kind of trouble in a result of `OffloadStats.take`, once."""
-        if figures.keys() <= self._seen:
+        if self._seen.issuperset(figures):
             return
         for text in figures.keys() - self._seen:
             key = parse_key(text)

@@ -29,7 +29,10 @@ class PoolGauges:
         self._bytes_per_chunk = plan.bytes_per_chunk
         self._memory = memory
         self._stats = stats
-        self._resident: dict[str, int] = {}
+        # The gauges of what is counted in chunks, and their last figures.
+        tenants = [("resident_bytes", tenant) for tenant in memory.resident_by_tenant()]
+        self._keys = [("pinned_bytes",), ("protected_bytes",), *tenants]
+        self._last = [-1] * len(self._keys)
         self._declare(plan, policy)
 
     def _declare(self, plan: OffloadPlan, policy: PolicyConfig) -> None:
@@ -52,13 +55,11 @@ class PoolGauges:
 
     def measure(self) -> None:
         """Brings the gauges up to date."""
-        memory, stats, size = self._memory, self._stats, self._bytes_per_chunk
-        stats.set("pinned_bytes", to=memory.num_pinned * size)
-        stats.set("protected_bytes", to=memory.num_protected * size)
-        resident, before = memory.resident_by_tenant(), self._resident
-        if resident == before:
+        memory, last = self._memory, self._last
+        figures = [memory.num_pinned, memory.num_protected, *memory.residents()]
+        if figures == last:
             return
-        for tenant, num_chunks in resident.items():
-            if before.get(tenant) != num_chunks:
-                stats.set("resident_bytes", tenant, to=num_chunks * size)
-        self._resident = resident
+        for key, num_chunks, before in zip(self._keys, figures, last, strict=True):
+            if num_chunks != before:
+                self._stats.set(*key, to=num_chunks * self._bytes_per_chunk)
+        self._last = figures

@@ -46,6 +46,7 @@ class SchedulerSide:
         self._plan = plan
         self._has_states = any(group.recurrent for group in plan.groups)
         self._stats = OffloadStats()
+        self._stats.set("disabled", to=0)
         self._warned: set[tuple[str, str]] = set()
         self._disabled = False
         # Promised loads that the planner did not take; without rows they fail.
@@ -176,7 +177,6 @@ class SchedulerSide:
     def take_stats(self) -> dict[str, Any]:
         """Returns what happened since the last call; see the module `stats`."""
         self._attempt("get_kv_connector_stats", self._gauges.measure, None)
-        self._stats.set("disabled", to=int(self._disabled))
         return self._stats.take()
 
     def _attempt(self, hook: str, call: Callable[[], _T], fallback: _T) -> _T:
@@ -187,6 +187,7 @@ class SchedulerSide:
             return call()
         except Exception:
             self._disabled = True
+            self._stats.set("disabled", to=1)
             logger.exception(
                 "CtxOffloadConnector disabled itself after an internal error in %s. "
                 "vLLM goes on without offloading; please report this with the lines "

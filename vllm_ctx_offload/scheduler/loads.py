@@ -238,7 +238,7 @@ class LoadPlanner:
     def _count_answer(self, state: RequestOffloadState) -> None:
         """Counts the lookup that led to this admission; repeated ones never count."""
         if state.waited_s is not None:
-            self._stats.count("load_wait_seconds", by=state.waited_s)
+            self._stats.observe("load_wait_seconds", value=state.waited_s)
         state.wait_began = state.waited_s = None
         answer, state.answer = state.answer, None
         if answer is None:

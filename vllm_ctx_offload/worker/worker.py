@@ -169,7 +169,7 @@ class OffloadWorker:
         if not result.ok:
             self.stats.count("transfer_failures", direction)
         else:
-            self.stats.count("transfer_seconds", direction, by=result.seconds)
+            self.stats.observe("transfer_seconds", direction, value=result.seconds)
 
     def close(self) -> None:
         """Ends all transfers and gives the pool back. May be called twice."""
