@@ -18,7 +18,7 @@ ERRORS = {
     "ConfigError": 0,
     "PydanticCustomError": 1,
     "UnknownShapeError": 0,
-    "_fault": 2,
+    "fault_at": 2,
     "_unknown": -1,
     "_unknown_key": None,  # its own text is inside
 }

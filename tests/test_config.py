@@ -14,11 +14,11 @@ from vllm_ctx_offload.config import (
     OffloadConfig,
     Size,
     TenantConfig,
-    check_accounts,
     parse_config,
 )
 from vllm_ctx_offload.core import account_terms
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import check_accounts
 
 GIB = 1024**3
 
@@ -186,20 +186,19 @@ def account_error(tenants: dict[str, Any], pool_bytes: int = POOL) -> str:
 
 
 @pytest.mark.parametrize(
-    ("tenants", "total", "most", "size"),
+    ("tenants", "excess", "most", "size"),
     [
-        ({"acme": {"reserved": 601}, "zeta": {"reserved": "40%"}}, 1001, "acme", 601),
-        ({"acme": {"reserved": "40%"}, "*": {"reserved": "61%"}}, 1010, "*", 610),
-        ({"acme": {"reserved": 1_001}}, 1001, "acme", 1001),
+        ({"acme": {"reserved": 601}, "zeta": {"reserved": "40%"}}, 1, "acme", 601),
+        ({"acme": {"reserved": "40%"}, "*": {"reserved": "61%"}}, 10, "*", 610),
+        ({"acme": {"reserved": 1_001}}, 1, "acme", 1001),
     ],
 )
 def test_reservations_that_do_not_fit_together_are_told(
-    tenants: dict[str, Any], total: int, most: str, size: int
+    tenants: dict[str, Any], excess: int, most: str, size: int
 ) -> None:
     assert account_error(tenants) == (
-        f"{WHERE}: the tenants reserve {total} bytes together, '{most}' the most with "
-        f"{size}, more than the pool of 1000 bytes; lower them or raise "
-        "cpu_bytes_to_use."
+        f"{WHERE}: the tenants reserve {excess} B more than the pool's 1000 B, "
+        f"'{most}' the most with {size} B; lower them or raise cpu_bytes_to_use."
     )
 
 
@@ -215,8 +214,8 @@ def test_a_limit_below_the_reservation_is_told(
     account: dict[str, Any], limit: int, reserved: int
 ) -> None:
     assert account_error({"acme": account}) == (
-        f"{WHERE}: tenant 'acme' has limit = {limit} bytes below reserved = {reserved} "
-        "bytes; raise the limit or lower the reservation."
+        f"{WHERE}: tenant 'acme' has limit = {limit} B, {reserved - limit} B below its "
+        "reservation; raise the limit or lower the reservation."
     )
 
 
@@ -226,14 +225,14 @@ def test_a_limit_below_one_chunk_is_told(
     tenant: str, limit: int | str, num_bytes: int
 ) -> None:
     assert account_error({tenant: {"limit": limit}}) == (
-        f"{WHERE}: tenant '{tenant}' has limit = {num_bytes} bytes, less than one "
-        "chunk of 10 bytes; raise it, or set store to false."
+        f"{WHERE}: tenant '{tenant}' has limit = {num_bytes} B, {10 - num_bytes} B "
+        "below one chunk; raise it, or set store to false."
     )
 
 
 def test_a_limit_in_percent_is_one_of_whole_chunks() -> None:
     """34 % of 29 bytes would be nearly a chunk, but of the two that fit it is 6."""
-    assert "has limit = 6 bytes, less" in account_error(
+    assert "has limit = 6 B, 4 B below one chunk" in account_error(
         {"acme": {"limit": "34%"}}, pool_bytes=29
     )
 

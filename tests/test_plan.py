@@ -99,21 +99,19 @@ def test_a_pool_that_holds_no_chunk_is_told(pool_bytes: int) -> None:
     with pytest.raises(ConfigError) as raised:
         plan_for(cpu_bytes_to_use=pool_bytes, blocks_per_chunk=2)
     assert str(raised.value) == (
-        f"{WHERE}: cpu_bytes_to_use = {pool_bytes} bytes hold no chunk, because one of "
-        "2 block(s) takes 4000 bytes over 2 worker(s); give at least that, and many "
-        "times that to be of use."
+        f"{WHERE}: cpu_bytes_to_use = {memory.format_bytes(pool_bytes)} holds no "
+        "chunk, because one of 2 block(s) takes 3.91 KiB over 2 worker(s); give at "
+        "least 4000 bytes, and many times that to be of use."
     )
 
 
 def test_accounts_are_checked_against_the_pool_and_the_chunk() -> None:
     """A reservation of all that was given fits, also where a rest holds no chunk."""
     plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 5_999}})
-    with pytest.raises(
-        ConfigError, match=r"reserve 6000 .* more than the pool of 5999"
-    ):
+    with pytest.raises(ConfigError, match=r"1 B more than the pool's 5\.86 KiB"):
         plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"reserved": 6_000}})
     plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"limit": 2_000}})
-    with pytest.raises(ConfigError, match=r"limit = 1999 .* one chunk of 2000 bytes"):
+    with pytest.raises(ConfigError, match=r"limit = 1\.95 KiB, 1 B below one chunk"):
         plan_for(cpu_bytes_to_use=5_999, tenants={"acme": {"limit": 1_999}})
 
 
@@ -123,7 +121,7 @@ def test_accounts_are_checked_against_the_default_pool(
     monkeypatch.setenv(memory.DEFAULT_ENV, "40000")
     shape = dataclasses.replace(SHAPE, num_engines=2)
     plan_for(shape, tenants={"acme": {"reserved": 20_000}})
-    with pytest.raises(ConfigError, match="more than the pool of 20000 bytes"):
+    with pytest.raises(ConfigError, match=r"1 B more than the pool's 19\.53"):
         plan_for(shape, tenants={"acme": {"reserved": 20_001}})
 
 

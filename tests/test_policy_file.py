@@ -12,10 +12,10 @@ from vllm_ctx_offload.config import (
     OffloadConfig,
     Size,
     TenantConfig,
-    check_accounts,
     parse_config,
 )
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import check_accounts
 
 POLICY = {
     "tenants": {"acme": {"reserved": "4GiB", "weight": 2}, "*": {"load": False}},
@@ -104,9 +104,12 @@ def test_every_fault_of_the_file_names_the_file(
 @pytest.mark.parametrize(
     ("text", "rest"),
     [
-        ("{acme: {reserved: 101}}", "the tenants reserve 101 bytes together, 'acme' "),
-        ("{acme: {limit: 4}}", "tenant 'acme' has limit = 4 bytes, less than one chu"),
-        ("{acme: {reserved: 9, limit: 8}}", "tenant 'acme' has limit = 8 bytes below"),
+        ("{acme: {reserved: 101}}", "the tenants reserve 1 B more than the pool's"),
+        ("{acme: {limit: 4}}", "tenant 'acme' has limit = 4 B, 1 B below one chunk"),
+        (
+            "{acme: {reserved: 9, limit: 8}}",
+            "tenant 'acme' has limit = 8 B, 1 B below its",
+        ),
     ],
 )
 def test_accounts_of_the_file_that_do_not_fit_name_the_file(
@@ -125,7 +128,7 @@ def test_inline_accounts_beside_a_file_name_the_configuration(tmp_path: Path) ->
     assert text.startswith(f"{WHERE}: tenants holds the name ")
     accounts = {"acme": {"reserved": 101}}
     config = parse_config({"policy_file": path, "tenants": accounts})
-    with pytest.raises(ConfigError, match=f"^{WHERE}: the tenants reserve 101 "):
+    with pytest.raises(ConfigError, match=f"^{WHERE}: the tenants reserve 1 B more"):
         check_accounts(config, pool_bytes=100, chunk_bytes=5)
 
 

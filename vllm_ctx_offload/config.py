@@ -31,7 +31,7 @@ __all__ = [
     "OffloadConfig",
     "Size",
     "TenantConfig",
-    "check_accounts",
+    "fault_at",
     "parse_config",
 ]
 
@@ -282,7 +282,7 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__} too long to show"
 
 
-def _fault(config: OffloadConfig, key: str, text: str) -> ConfigError:
+def fault_at(config: OffloadConfig, key: str, text: str) -> ConfigError:
     """Returns the error that names where `key` was given: the policy file wins."""
     path = config.policy_file
     in_file = path and key in _read_policy_file(Path(path))
@@ -297,11 +297,11 @@ def _check_combinations(config: OffloadConfig) -> None:
         )
     if not config.tenant_from:
         text = "tenant_from is empty, so no request could have a tenant; leave it out "
-        raise _fault(config, "tenant_from", text + 'or give ["kv_transfer_params"].')
+        raise fault_at(config, "tenant_from", text + 'or give ["kv_transfer_params"].')
     for name in config.tenants:
         if not 1 <= len(name) <= 128:
             text = f"tenants holds the name '{name:.20}' of {len(name)} characters; "
-            raise _fault(config, "tenants", text + "use 1 to 128.")
+            raise fault_at(config, "tenants", text + "use 1 to 128.")
     _check_one_default_account(config)
 
 
@@ -316,35 +316,4 @@ def _check_one_default_account(config: OffloadConfig) -> None:
                 f"tenants share the account of '{DEFAULT_TENANT}', which is declared "
                 f"too; set {key} there."
             )
-            raise _fault(config, "tenants", text)
-
-
-def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> None:
-    """Checks the tenants' sizes against a pool of `pool_bytes`.
-
-    Raises:
-        ConfigError: naming the tenant, the values and the fix.
-    """
-    # Accounts count whole chunks, so a share is one of the whole chunks that fit.
-    usable_bytes = pool_bytes - pool_bytes % chunk_bytes
-    for name, tenant in config.tenants.items():
-        if tenant.limit is None:
-            continue
-        limit = tenant.limit.resolve(usable_bytes)
-        reserved = tenant.reserved.resolve(usable_bytes)
-        text = f"tenant '{name}' has limit = {limit} bytes"
-        if limit < reserved:
-            text += f" below reserved = {reserved} bytes; raise the limit or lower "
-            raise _fault(config, "tenants", text + "the reservation.")
-        if limit < chunk_bytes and tenant.store:
-            text += f", less than one chunk of {chunk_bytes} bytes; raise it, or set "
-            raise _fault(config, "tenants", text + "store to false.")
-    sizes = {n: t.reserved.resolve(pool_bytes) for n, t in config.tenants.items()}
-    if (total_bytes := sum(sizes.values())) > pool_bytes:
-        name = max(sizes, key=sizes.__getitem__)
-        text = (
-            f"the tenants reserve {total_bytes} bytes together, '{name}' the most with "
-            f"{sizes[name]}, more than the pool of {pool_bytes} bytes; lower them or "
-            "raise cpu_bytes_to_use."
-        )
-        raise _fault(config, "tenants", text)
+            raise fault_at(config, "tenants", text)

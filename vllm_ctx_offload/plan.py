@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ctx_offload.config import OffloadConfig, check_accounts
+from vllm_ctx_offload.config import OffloadConfig, fault_at
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import default_pool_bytes, format_bytes
 
@@ -14,6 +14,7 @@ __all__ = [
     "GroupShape",
     "ModelShape",
     "OffloadPlan",
+    "check_accounts",
     "loads_fail_whole",
     "resolve_plan",
 ]
@@ -177,10 +178,10 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
     num_slots = pool_bytes // bytes_per_chunk
     if num_slots < 1:
         raise ConfigError(
-            f"kv_connector_extra_config: cpu_bytes_to_use = {pool_bytes} bytes hold no "
-            f"chunk, because one of {blocks_per_chunk} block(s) takes "
-            f"{bytes_per_chunk} bytes over {shape.num_workers} worker(s); give at "
-            "least that, and many times that to be of use."
+            f"kv_connector_extra_config: cpu_bytes_to_use = {format_bytes(pool_bytes)} "
+            f"holds no chunk, because one of {blocks_per_chunk} block(s) takes "
+            f"{format_bytes(bytes_per_chunk)} over {shape.num_workers} worker(s); give "
+            f"at least {bytes_per_chunk} bytes, and many times that to be of use."
         )
     check_accounts(config, pool_bytes, bytes_per_chunk)
     return OffloadPlan(
@@ -206,3 +207,40 @@ def _blocks_per_chunk(config: OffloadConfig, tokens_per_block: int) -> int:
             f"{(blocks + 1) * tokens_per_block}, or blocks_per_chunk."
         )
     return blocks
+
+
+def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> None:
+    """Checks the tenants' sizes against a pool of `pool_bytes`.
+
+    Raises:
+        ConfigError: naming the tenant, the values and the fix.
+    """
+    # Accounts count whole chunks, so a share is one of the whole chunks that fit.
+    usable_bytes = pool_bytes - pool_bytes % chunk_bytes
+    for name, tenant in config.tenants.items():
+        if tenant.limit is None:
+            continue
+        limit = tenant.limit.resolve(usable_bytes)
+        reserved = tenant.reserved.resolve(usable_bytes)
+        text = f"tenant '{name}' has limit = {format_bytes(limit)}, "
+        if limit < reserved:
+            text += (
+                f"{format_bytes(reserved - limit)} below its reservation; raise the "
+                "limit or lower the reservation."
+            )
+            raise fault_at(config, "tenants", text)
+        if limit < chunk_bytes and tenant.store:
+            text += (
+                f"{format_bytes(chunk_bytes - limit)} below one chunk; raise it, or "
+                "set store to false."
+            )
+            raise fault_at(config, "tenants", text)
+    sizes = {n: t.reserved.resolve(pool_bytes) for n, t in config.tenants.items()}
+    if (excess := sum(sizes.values()) - pool_bytes) > 0:
+        name = max(sizes, key=sizes.__getitem__)
+        text = (
+            f"the tenants reserve {format_bytes(excess)} more than the pool's "
+            f"{format_bytes(pool_bytes)}, '{name}' the most with "
+            f"{format_bytes(sizes[name])}; lower them or raise cpu_bytes_to_use."
+        )
+        raise fault_at(config, "tenants", text)

@@ -193,14 +193,14 @@ class TestCommand:
             ({"block_size": 100}, ["no multiple of the device's block of 128"]),
             (
                 {"tenants": {"a": {"limit": 1}, "b": {"limit": 2}}},
-                ["'a' has limit = 1 bytes", "'b' has limit = 2 bytes"],
+                ["'a' has limit = 1 B", "'b' has limit = 2 B"],
             ),
             (
                 {"tenants": {"a": {"reserved": "60%"}, "b": {"reserved": "60%"}}},
                 ["the tenants reserve"],
             ),
             ({"cpu_bytes_to_use": "9GiB"}, ["but the machine's memory has only"]),
-            ({"cpu_bytes_to_use": 5}, ["cpu_bytes_to_use = 5 bytes hold no chunk"]),
+            ({"cpu_bytes_to_use": 5}, ["cpu_bytes_to_use = 5 B holds no chunk"]),
             ({"tenant": {}}, ["did you mean 'tenants'?"]),
         ],
     )

@@ -35,8 +35,9 @@ from vllm_ctx_offload.cli.report import (
     print_tables,
 )
 from vllm_ctx_offload.cli.traces import TraceError, read_trace
-from vllm_ctx_offload.config import Bytes, OffloadConfig, check_accounts, parse_config
+from vllm_ctx_offload.config import Bytes, OffloadConfig, parse_config
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.plan import check_accounts
 
 __all__ = ["add_simulate", "run_simulate"]
 
