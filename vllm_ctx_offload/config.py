@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from vllm_ctx_offload.errors import ConfigError
 
 __all__ = [
+    "DEFAULT_PRIORITY",
     "DEFAULT_TENANT",
     "OffloadConfig",
     "Size",
@@ -35,6 +36,7 @@ __all__ = [
     "parse_config",
 ]
 
+DEFAULT_PRIORITY: Final = 35
 DEFAULT_TENANT: Final = "default"
 WILDCARD_TENANT: Final = "*"
 _WHERE: Final = "kv_connector_extra_config"
@@ -126,6 +128,11 @@ class TenantConfig(BaseModel):
     )
     store: bool = Field(True, description=_FLAG_FIX)
     load: bool = Field(True, description=_FLAG_FIX)
+
+    @property
+    def base_priority(self) -> int:
+        """Of chunks about which nothing is said."""
+        return min(DEFAULT_PRIORITY, self.max_priority)
 
 
 class OffloadConfig(BaseModel):

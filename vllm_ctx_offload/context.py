@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from vllm_ctx_offload.config import (
+    DEFAULT_PRIORITY,
     DEFAULT_TENANT,
     WILDCARD_TENANT,
     OffloadConfig,
@@ -28,7 +29,6 @@ __all__ = [
     "build_req_context",
 ]
 
-DEFAULT_PRIORITY: Final = 35
 MAX_NAME_LENGTH: Final = 128
 # A directive costs time at every store; a client gets this many.
 MAX_DIRECTIVES: Final = 64
@@ -88,8 +88,15 @@ class ReqContext:
     # Keys of different namespaces never hit each other; empty: the shared one.
     namespace: bytes = b""
     hints: Hints = EMPTY_HINTS
+    # Of chunks about which nothing is said, which a priority of 35 does not either.
+    base_priority: int = DEFAULT_PRIORITY
     num_prompt_tokens: int | None = None  # as far as it is known
     rejected: tuple[RejectedHint, ...] = field(default=(), compare=False)
+
+    @property
+    def granted_priority(self) -> int:
+        asked = self.hints.priority
+        return self.base_priority if asked == DEFAULT_PRIORITY else asked
 
 
 class _Invalid(Exception):  # noqa: N818 - a signal, not an error
@@ -255,6 +262,7 @@ def build_req_context(  # noqa: PLR0913 - each is one fact of the request
         tenant=tenant,
         namespace=namespace,
         hints=hints,
+        base_priority=config.tenant(tenant).base_priority,
         num_prompt_tokens=num_prompt_tokens,
         rejected=tuple(parser.rejected),
     )

@@ -218,6 +218,27 @@ def test_what_finds_no_place_is_on_the_receipt_with_the_reason(
     assert side.take_stats()['["rejected_stores", "acme", "limit"]'] == 2
 
 
+@pytest.mark.parametrize("asked", [None, 10, 35, 80])
+@pytest.mark.parametrize("tenant", ["acme", "low", "stranger"])
+def test_the_priority_on_the_receipt_is_that_of_the_chunks(
+    make_side: MakeSide, make_request: MakeRequest, tenant: str, asked: int | None
+) -> None:
+    """A stranger may ask for 60, but is accounted to `default`, which has 30."""
+    most = {"acme": 100, "low": 20, "*": 60, "default": 30}
+    tenants = {name: {"max_priority": value} for name, value in most.items()}
+    side = make_side(tenants=tenants, max_protected="100%")
+    hints = {"tenant": tenant, "priority": asked, "receipt": True}
+    receipt = store(side, make_request(16, params={"ctx": hints}))
+    assert receipt is not None
+    assert isinstance(side.manager, HostMemoryManager)
+    kept = {
+        run.priority
+        for account in side.manager._table.accounts
+        for run in account.order.runs()
+    }
+    assert kept == {receipt["ctx"]["priority"]}
+
+
 @pytest.mark.parametrize(
     ("max_protected", "num_protected", "num_counted"),
     [("0%", 0, 1), ("13%", 2, 1), ("100%", 4, 0)],

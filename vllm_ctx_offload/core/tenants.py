@@ -48,7 +48,7 @@ def account_terms(
             reserved=tenant.reserved.resolve(pool_bytes) // bytes_per_chunk,
             limit=limit,
             weight=tenant.weight,
-            base_priority=min(DEFAULT_PRIORITY, tenant.max_priority),
+            base_priority=tenant.base_priority,
         )
 
     accounts = {

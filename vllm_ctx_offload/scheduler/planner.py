@@ -279,7 +279,7 @@ def _receipt(state: RequestOffloadState) -> dict[str, Any]:
     return {
         "ctx": {
             "tenant": state.req_context.tenant,
-            "priority": state.req_context.hints.priority,
+            "priority": state.req_context.granted_priority,
             "lookup_tokens": state.lookup_tokens,
             "loaded_tokens": state.loaded_tokens,
             "stored_tokens": state.stored_tokens,
