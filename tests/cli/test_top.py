@@ -233,6 +233,27 @@ def test_a_reading_that_fails_is_a_sentence_and_the_next_covers_its_time(
     assert pool["tenants"]["acme"]["store_bytes_per_s"] == 2 * MIB
 
 
+def test_before_the_first_request_it_waits_and_says_so(page: Page) -> None:
+    script = Script(Page().text, Page().text, page.text)
+    readings = watch("host:8000", 3.0, script.surroundings)
+    waiting = "no figures yet: they come with the server's first request."
+    assert [next(readings), next(readings)] == [waiting, waiting]
+    reading = next(readings)
+    assert isinstance(reading, Snapshot)
+    (pool,) = as_json(reading)["pools"]
+    # All of it has happened since the reading before.
+    assert pool["tenants"]["acme"]["store_bytes_per_s"] == 4 * MIB / 3
+
+
+def test_once_before_the_first_request_ends_with_the_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(Page().text, Page().text)
+    monkeypatch.setattr(top, "Surroundings", lambda: script.surroundings)
+    assert main(["top", "host:8000", "--once"]) == 1
+    assert capsys.readouterr().err.startswith("vllm-ctx-offload top: no figures yet")
+
+
 def test_a_first_reading_that_fails_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"gone\."):
         next(watch("host:8000", 1.0, Script(unreachable).surroundings))
@@ -258,7 +279,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_a_page_without_our_metrics_says_why_that_may_be() -> None:
-    with pytest.raises(ConfigError, match="never with --disable-log-stats"):
+    with pytest.raises(ConfigError, match="this server does not run CtxOffloadConn"):
         parse_page("# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens 1\n")
 
 

@@ -97,8 +97,10 @@ def fetch(url: str) -> str:
 def parse_page(text: str) -> dict[str, PoolFigures]:
     """Returns the figures by connector: "0", and more in a MultiConnector.
 
+    Before the first request there are none: vLLM says what metrics there will be.
+
     Raises:
-        ConfigError: the page has none, or can't be parsed.
+        ConfigError: the page knows none of ours, or can't be parsed.
     """
     pools: dict[str, PoolFigures] = {}
     for sample in _samples(text):
@@ -106,11 +108,11 @@ def parse_page(text: str) -> dict[str, PoolFigures]:
         pool = pools.setdefault(labels.get(CONNECTOR_LABEL, "0"), PoolFigures())
         pool.engines.add(labels.get("engine", "0"))
         _add(pool, sample.name.removeprefix(PREFIX), labels, sample.value)
-    if not pools:
+    if PREFIX not in text:
         raise ConfigError(
-            f"the page holds no metrics named {PREFIX}...; they appear after the "
-            "first request of a vLLM server that runs CtxOffloadConnector, and never "
-            "with --disable-log-stats."
+            f"the page knows no metrics named {PREFIX}..., so this server does not run "
+            "CtxOffloadConnector, or runs with --disable-log-stats; with "
+            "--api-server-count above 1 they come only with the first request."
         )
     return pools
 

@@ -32,6 +32,7 @@ __all__ = ["Snapshot", "Surroundings", "add_top", "as_json", "draw", "watch"]
 # Of a table that goes to a file or a pipe, which has no width of its own.
 _PIPE_WIDTH: Final = 150
 _MOST_EVICTORS: Final = 3
+_NOTHING_YET: Final = "no figures yet: they come with the server's first request."
 _LETTERS: Final = ("", "K", "M", "G", "T", "P")
 _COLUMNS: Final = (
     *("resident", "reserved", "limit", "hits", "now", "evicted by", "rejected"),
@@ -147,7 +148,7 @@ def _draw_in_place(readings: Iterator[Snapshot | str]) -> None:
 def watch(
     address: str, interval: float, surroundings: Surroundings
 ) -> Iterator[Snapshot | str]:
-    """Yields readings for ever, and a sentence in place of one that failed.
+    """Yields readings for ever, and a sentence where there is nothing to show.
 
     Raises:
         ConfigError: the first one fails.
@@ -155,7 +156,7 @@ def watch(
     url = metrics_url(address)
     read_at = surroundings.clock()
     pools = parse_page(surroundings.fetch(url))
-    yield Snapshot(pools, {}, 0.0)
+    yield Snapshot(pools, {}, 0.0) if pools else _NOTHING_YET
     while True:
         surroundings.wait(interval)
         now = surroundings.clock()
@@ -164,7 +165,7 @@ def watch(
         except ConfigError as error:
             yield str(error)
             continue
-        yield Snapshot(pools, before, now - read_at)
+        yield Snapshot(pools, before, now - read_at) if pools else _NOTHING_YET
         read_at = now
 
 
