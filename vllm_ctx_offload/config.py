@@ -32,6 +32,7 @@ __all__ = [
     "OffloadConfig",
     "Size",
     "TenantConfig",
+    "check_kv_role",
     "fault_at",
     "parse_config",
 ]
@@ -186,6 +187,19 @@ class OffloadConfig(BaseModel):
 
 # Without a "*" there is nobody to isolate: plain vLLM behaviour, one shared cache.
 _UNDECLARED: Final = TenantConfig(isolation="shared")
+
+
+def check_kv_role(role: str | None) -> None:
+    """Checks the one setting beside the extra config that is ours to check.
+
+    Raises:
+        ConfigError: it is another role than the connector has.
+    """
+    if role != "kv_both":
+        raise ConfigError(
+            f"kv_transfer_config: kv_role = '{role}', but this connector both stores "
+            "and loads; set it to 'kv_both'."
+        )
 
 
 def parse_config(extra_config: Mapping[str, Any]) -> OffloadConfig:

@@ -197,7 +197,7 @@ class TestConnector:
 
     def test_accounts_that_do_not_fit_the_pool_stop_the_start(self) -> None:
         tenants = {"acme": {"reserved": "2MiB"}}
-        with pytest.raises(ConfigError, match=r"'acme' the most with 2097152, more"):
+        with pytest.raises(ConfigError, match=r"'acme' the most with 2\.00 MiB"):
             self.make(extra={"cpu_bytes_to_use": "1MiB", "tenants": tenants})
 
     def test_hooks_of_the_other_side_are_a_mistake(self) -> None:

@@ -43,6 +43,7 @@ from vllm_ctx_offload.adapters.metrics import (
     PrometheusMetrics,
     summarize,
 )
+from vllm_ctx_offload.config import check_kv_role
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
 from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
@@ -203,12 +204,7 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             "(0.27.1 to 0.33).",
             version,
         )
-    transfer = transfer_config(vllm_config)
-    if transfer.kv_role != "kv_both":
-        raise ConfigError(
-            f"kv_transfer_config: kv_role = '{transfer.kv_role}', but this connector "
-            "both stores and loads; set it to 'kv_both'."
-        )
+    check_kv_role(transfer_config(vllm_config).kv_role)
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",

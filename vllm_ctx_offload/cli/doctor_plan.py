@@ -14,7 +14,7 @@ import yaml
 from vllm_ctx_offload import CONNECTOR_NAME
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
 from vllm_ctx_offload.cli.doctor_model import KvShape
-from vllm_ctx_offload.config import OffloadConfig, parse_config
+from vllm_ctx_offload.config import OffloadConfig, check_kv_role, parse_config
 from vllm_ctx_offload.core import account_terms
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import available_memory, format_bytes
@@ -89,13 +89,11 @@ def read_extra_config(text: str) -> dict[str, Any]:
 def check_role(text: str) -> Iterator[Finding]:
     """Has a whole kv_transfer_config the role that the connector needs?"""
     values = read_json(text)
-    if "kv_connector" in values and values.get("kv_role") != "kv_both":
-        yield Finding(
-            Level.FAULT,
-            "config",
-            f"kv_transfer_config: kv_role = '{values.get('kv_role')}', but this "
-            "connector both stores and loads; set it to 'kv_both'.",
-        )
+    if "kv_connector" in values:
+        try:
+            check_kv_role(values.get("kv_role"))
+        except ConfigError as error:
+            yield Finding(Level.FAULT, "config", str(error))
 
 
 def check_config(values: Mapping[str, Any]) -> tuple[OffloadConfig | None, list[str]]:
