@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm_ctx_offload.config import OffloadConfig, fault_at
 from vllm_ctx_offload.errors import ConfigError
@@ -64,7 +65,8 @@ class ModelShape:
     draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots, so that what every step asks for is worked out once.
+@dataclass(frozen=True)
 class OffloadPlan:
     """Sizes that the scheduler side and every worker agree on.
 
@@ -85,17 +87,17 @@ class OffloadPlan:
     def tokens_per_chunk(self, group: int) -> int:
         return self.groups[group].tokens_per_block * self.blocks_per_chunk
 
-    @property
+    @cached_property
     def tokens_per_span(self) -> int:
         return _scheduler_block(self.groups) * self.blocks_per_chunk
 
-    @property
+    @cached_property
     def chunks_per_span(self) -> tuple[int, ...]:
         """Of each group."""
         span = _scheduler_block(self.groups)
         return tuple(span // group.tokens_per_block for group in self.groups)
 
-    @property
+    @cached_property
     def dropped_tokens(self) -> int:
         """The end of a hit that is not loaded: its drafts are another text's, maybe.
 
