@@ -112,7 +112,7 @@ _COUNTS = re.compile(r"\d+ (?:passed|failed|skipped|errors?)")
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Returns the outcomes as the table in the README."""
+    """Returns the outcomes as the table in docs/contributing.md."""
     rows = ["| vLLM | tests | result |", "|---|---|---|"]
     for outcome in outcomes:
         kind = "engine" if outcome.release.tests is ENGINE_TESTS else "scheduler"

@@ -55,6 +55,15 @@ def server(llama: Path, shelf: EngineShelf) -> Iterator[Server]:
     server.close()
 
 
+def test_before_the_first_request_top_says_that_there_are_no_figures_yet(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first test of this file: nobody has sent a request yet."""
+    arguments = ["top", f"127.0.0.1:{server.port}", "--once", "--interval", "0"]
+    assert main(arguments) == 1
+    assert "no figures yet" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def after_script(server: Server) -> dict[str, dict[tuple[str, ...], float]]:
     """Returns the metrics, ours and vLLM's, after a few requests of two tenants."""
