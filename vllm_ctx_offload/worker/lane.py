@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker.copy import runs_of
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
 from vllm_ctx_offload.worker.paths import Pages, Path, choose_path, copy_all
+from vllm_ctx_offload.worker.runs import runs_of
 from vllm_ctx_offload.worker.transfer import check_job
 
 __all__ = ["DeviceTerms", "InFlight", "Index", "Lane"]

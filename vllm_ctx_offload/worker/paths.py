@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from vllm_ctx_offload.worker.copy import runs_of
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
+from vllm_ctx_offload.worker.runs import runs_of
 
 __all__ = ["Pages", "Path", "choose_path", "copy_all"]
 
