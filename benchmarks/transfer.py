@@ -82,7 +82,7 @@ def make_rivals(
         }
     rivals: dict[str, Rival] = {"contiguous": Plain(layout, pool.rows)}
     for path in ways:
-        terms = DeviceTerms(torch.cuda, pool.pinned, SCRATCH_BYTES, path)
+        terms = DeviceTerms(torch.cuda, pool.pinned_rows, SCRATCH_BYTES, path)
         name = f"ours, {path.value}" if path else "ours"
         rivals[name] = Ours(CudaTransfer(layout, pool.rows, terms))
     rivals["naive"] = Naive(layout, pool.rows)

@@ -170,7 +170,13 @@ class NullCuda:
     class Event:
         """Has always passed."""
 
+        def __init__(self, blocking: bool = False) -> None:
+            self.blocking = blocking
+
         def record(self, stream: object) -> None:
+            """Does nothing."""
+
+        def synchronize(self) -> None:
             """Does nothing."""
 
         def query(self) -> bool:

@@ -36,7 +36,7 @@ def make_transfer(
     layout: BlockLayout, pool: HostPool, path: Path | None = None
 ) -> CudaTransfer:
     """Each half of the scratch holds two blocks, so that jobs go in pieces."""
-    terms = DeviceTerms(torch.cuda, pool.pinned, 4 * layout.bytes_per_block, path)
+    terms = DeviceTerms(torch.cuda, pool.pinned_rows, 4 * layout.bytes_per_block, path)
     return CudaTransfer(layout, pool.rows, terms)
 
 
