@@ -127,8 +127,6 @@ class Traffic:
                 results = self.transfer.poll()
             self._take(results)
         self.gpu.drain()
-        for hazard in self.gpu.checker.hazards:
-            raise hazard
         for output, value in self.outputs:
             check(output, value, "an output")
         for block, value in enumerate(self.blocks):
