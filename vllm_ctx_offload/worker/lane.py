@@ -28,9 +28,9 @@ __all__ = ["MAX_COPIES", "DeviceTerms", "InFlight", "Index", "Lane"]
 
 logger = logging.getLogger(__name__)
 
-# Copies of one piece of a job. The driver queues about 1,024 launches; when its queue
-# is full, a launch waits with the driver's lock in its hands, and the model's launches
-# wait with it. Two pieces under way stay well below.
+# Copies of one piece of a job. The driver queues about 1,024 launches. One that finds
+# the queue full waits, and was seen to hold up launches by other threads to other
+# streams too: the model's. Two pieces under way stay well below.
 MAX_COPIES: Final = 256
 
 
