@@ -149,6 +149,8 @@ class Lane:
                 self._half(min(num_rows, layout.num_blocks, MAX_COPIES))
                 for _ in range(2)
             )
+        # The other stream uses it too, and a load's first copy waits for nothing.
+        self.kernels.synchronize()
         self._turn = 0
 
     def _half(self, num_rows: int) -> _Half:
