@@ -43,7 +43,7 @@ def submission_us(device: str) -> dict[str, float]:
     cuda: Any = torch.cuda if device == "cuda" else NullCuda()
     layout = _caches(32, 4096, 64, device)
     pool = HostPool(4096, layout.bytes_per_block, device)
-    terms = DeviceTerms(cuda, pool.pinned, SCRATCH_BYTES)
+    terms = DeviceTerms(cuda, pool.pinned_rows, SCRATCH_BYTES)
     transfer = CudaTransfer(layout, pool.rows, terms)
     job = make_job(layout, 4096, 2000, "scattered")
     submitted, ended = [], []

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from package_messages import PACKAGE, words
 
-# Before torch is loaded, and for every process started: the models are tiny, and threads
-# that wait for each other take several times as long on a busy machine.
+# Before torch is loaded, and for every process started: the models are tiny, and
+# threads that wait for each other take several times as long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
