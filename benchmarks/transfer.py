@@ -3,15 +3,15 @@
 For pages (one layer of one block) of 4 KiB to 2 MiB and jobs of 1 to 4,096 blocks, in
 both directions and both at once: the backend of this device, one contiguous copy of as
 many bytes (the limit), a loop of a copy a page (naive), and on a GPU vLLM's
-`swap_blocks` where vLLM is installed. All in turn in one run, on the same threads or
-streams, so that what else the machine does hits all of them; a ratio is the median over
-rounds. Block ids are scattered and rows in runs of 64, as with a cache in use, or both
-are in runs, the best case.
+`swap_blocks` and `swap_blocks_batch` where it is installed. All in turn in one run, on
+the same threads or streams, so that what else the machine does hits all of them; a
+ratio is the median over rounds. Block ids are scattered and rows in runs of 64, as with
+a cache in use, or both are in runs, the best case.
 
 Also: what a submission costs the model's thread, with streams that do nothing where
 there is no GPU; and, on the CPU, what a decode step loses to a copy beside it.
 
-Needs torch alone (and numpy for the CPU backend); matplotlib for `--plot`.
+Needs torch alone (and numba for the CPU backend); matplotlib for `--plot`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from transfer_beside import step_ratios, submission_us
-from transfer_rivals import Naive, Ours, Plain, Rival, make_job, swap_blocks_rival
+from transfer_rivals import Naive, Ours, Plain, Rival, make_job, vllm_rivals
 
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker import cpu_transfer, paths
+from vllm_ctx_offload.worker import paths
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.cuda_transfer import (
     SCRATCH_BYTES,
@@ -75,20 +74,26 @@ def make_rivals(
     if device == "cpu":
         # The same thread does the same bytes another way.
         plain, naive = Plain(layout, pool.rows), Naive(layout, pool.rows)
-        copies = {"contiguous": plain.copy, "ours": None, "naive": naive.copy}
-        return {
-            name: Ours(CpuTransfer(layout, pool.rows, copy))
+        # Each in one piece: the plain one has no part that belongs to a block.
+        copies = {"contiguous": plain.copy, "naive": naive.copy}
+        transfers = {
+            name: CpuTransfer(layout, pool.rows, copy, piece_bytes=sys.maxsize)
             for name, copy in copies.items()
         }
+        transfers["ours"] = CpuTransfer(layout, pool.rows)
+        return {name: Ours(transfer) for name, transfer in transfers.items()}
     rivals: dict[str, Rival] = {"contiguous": Plain(layout, pool.rows)}
-    for path in ways:
-        terms = DeviceTerms(torch.cuda, pool.pinned, SCRATCH_BYTES, path)
-        name = f"ours, {path.value}" if path else "ours"
+    settings = {
+        f"ours, {path.value}" if path else "ours": (SCRATCH_BYTES, path)
+        for path in ways
+    }
+    if len(ways) > 1:
+        settings["ours, staged, 2x scratch"] = (2 * SCRATCH_BYTES, paths.Path.STAGED)
+    for name, setting in settings.items():
+        terms = DeviceTerms(torch.cuda, pool.pinned_rows, *setting)
         rivals[name] = Ours(CudaTransfer(layout, pool.rows, terms))
     rivals["naive"] = Naive(layout, pool.rows)
-    if swap_blocks := swap_blocks_rival(layout, pool.rows):
-        rivals["swap_blocks"] = swap_blocks
-    return rivals
+    return rivals | vllm_rivals(layout, pool.rows)
 
 
 def measure(
@@ -194,7 +199,11 @@ def goals(cases: Sequence[Case], result: dict[str, Any], device: str) -> Iterato
             yield goal(f"{name}, {case.ids}", ratio, MIN_RATIO, ratio >= MIN_RATIO)
         num_bytes = case.page_bytes * case.num_blocks * result["layers"]
         if device == "cuda" and num_bytes >= MIN_COMPARED:
-            for rival in {"naive", "swap_blocks"} & set(case.ratio):
+            for rival in case.ratio.keys() & {
+                "naive",
+                "swap_blocks",
+                "swap_blocks_batch",
+            }:
                 slower = case.ratio[rival] / case.ratio["ours"]
                 if slower > 1.05:
                     yield goal(f"{case[:4]}: {rival} over ours", slower, 1.0, False)
@@ -226,7 +235,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=int, help="of a job")
     parser.add_argument("--seconds", type=float, default=200.0, help="of the sweep")
     parser.add_argument("--turns", type=int, default=12, help="with a copy beside")
-    parser.add_argument("--path", action="store_true", help="each path on a GPU, too")
+    parser.add_argument("--path", action="store_true", help="each way on a GPU, too")
     parser.add_argument("--json", type=Path, help="write settings and figures")
     parser.add_argument("--plot", type=Path, help="draw them")
     parser.add_argument("--check", action="store_true", help="exit with 1 at a miss")
@@ -240,8 +249,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a goal was missed and --check given."""
     args = parse(argv)
-    if args.device == "cpu" and not importlib.util.find_spec("numpy"):
-        print("nothing was measured: there is no GPU, and on the CPU numpy is needed")
+    if args.device == "cpu" and not importlib.util.find_spec("numba"):
+        print("nothing was measured: there is no GPU, and on the CPU numba is needed")
         return 0
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.layers} layers; GB/s (ratio)")
@@ -249,11 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cpu":
         torch.set_num_threads(1)  # also of threads to come; ours copies with one
     cases = []
-    # At the model's priority: at a lower one all that runs beside would be measured.
-    with mock.patch.object(cpu_transfer, "give_way_to_the_model"):
-        for case in sweep(args, args.device):
-            cases.append(case)
-            show(case)
+    for case in sweep(args, args.device):
+        cases.append(case)
+        show(case)
     torch.set_num_threads(num_threads)
     result: dict[str, Any] = {"device": name, "torch": torch.__version__}
     result |= {"layers": args.layers, "cases": [case._asdict() for case in cases]}

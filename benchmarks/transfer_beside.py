@@ -8,7 +8,7 @@ import time
 from typing import Any, Final
 
 import torch
-from transfer_rivals import NullCuda, Ours, make_job
+from transfer_rivals import NullCuda, make_job
 
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.cuda_transfer import (
@@ -43,7 +43,7 @@ def submission_us(device: str) -> dict[str, float]:
     cuda: Any = torch.cuda if device == "cuda" else NullCuda()
     layout = _caches(32, 4096, 64, device)
     pool = HostPool(4096, layout.bytes_per_block, device)
-    terms = DeviceTerms(cuda, pool.pinned, SCRATCH_BYTES)
+    terms = DeviceTerms(cuda, pool.pinned_rows, SCRATCH_BYTES)
     transfer = CudaTransfer(layout, pool.rows, terms)
     job = make_job(layout, 4096, 2000, "scattered")
     submitted, ended = [], []
@@ -70,7 +70,7 @@ class _Copies:
     def __init__(self, page: int, num_blocks: int, *, to_host: bool) -> None:
         layout = _caches(4, 2 * num_blocks, page, "cpu")
         self._pool = HostPool(2 * num_blocks, layout.bytes_per_block)
-        self._ours = Ours(CpuTransfer(layout, self._pool.rows))
+        self._transfer = CpuTransfer(layout, self._pool.rows)
         self._job = make_job(layout, 2 * num_blocks, num_blocks, "scattered")
         self._to_host = to_host
         self._num_bytes = num_blocks * layout.bytes_per_block
@@ -82,14 +82,17 @@ class _Copies:
 
     def _run(self) -> None:
         while self.on.wait() and not self._over:
-            self._ours.run(self._job, (self._to_host,))
+            self._transfer.submit(self._job, to_host=self._to_host)
+            # As beside steps with tokens: for who waits, a store would hurry.
+            while not self._transfer.poll():
+                time.sleep(0.001)
             self.done_bytes += self._num_bytes
 
     def close(self) -> None:
         self._over = True
         self.on.set()
         self._thread.join()
-        self._ours.close()
+        self._transfer.close()
         self._pool.close()
 
 

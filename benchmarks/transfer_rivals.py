@@ -20,7 +20,7 @@ __all__ = [
     "Plain",
     "Rival",
     "make_job",
-    "swap_blocks_rival",
+    "vllm_rivals",
 ]
 
 
@@ -151,17 +151,46 @@ class _SwapBlocks(_OnStreams):
             self._swap(*ends, segment.num_bytes, mapping)
 
 
-def swap_blocks_rival(layout: BlockLayout, pool: torch.Tensor) -> Rival | None:
-    """Returns vLLM's `swap_blocks` as a rival; None where there is none that works."""
-    try:
-        from vllm import _custom_ops
+class _SwapBlocksBatch(_OnStreams):
+    """vLLM's call that hands the driver all copies at once, which it offloads with."""
 
-        rival = _SwapBlocks(layout, pool, _custom_ops.swap_blocks)
-        rival.run(TransferJob(0, "", (0,), (0,)), (True, False))
-    except Exception as error:  # noqa: BLE001 - its arguments differ by release
-        print(f"no swap_blocks to compare with: {error!r}")
-        return None
-    return rival
+    def __init__(
+        self, layout: BlockLayout, pool: torch.Tensor, swap: Callable[..., None]
+    ) -> None:
+        super().__init__(layout, pool)
+        self._swap = swap
+        self._starts = torch.tensor(
+            [[s.view.data_ptr(), pool.data_ptr() + s.offset] for s in layout.segments]
+        ).unsqueeze(2)
+        self._steps = torch.tensor(
+            [[s.view.stride(0) * s.view.element_size()] for s in layout.segments]
+        )
+        self._sizes = torch.tensor([[s.num_bytes] for s in layout.segments])
+
+    def copy(
+        self, block_ids: Sequence[int], rows: Sequence[int], *, to_host: bool
+    ) -> None:
+        blocks, places = torch.tensor(block_ids), torch.tensor(rows)
+        device = (self._starts[:, 0] + blocks * self._steps).flatten()
+        host = (self._starts[:, 1] + places * self._pool.stride(0)).flatten()
+        sizes = self._sizes.expand(-1, len(rows)).flatten()
+        self._swap(*((device, host) if to_host else (host, device)), sizes)
+
+
+def vllm_rivals(layout: BlockLayout, pool: torch.Tensor) -> dict[str, Rival]:
+    """Returns vLLM's own ways, by name; those that this installation has."""
+    found: dict[str, Rival] = {}
+    kinds = {"swap_blocks": _SwapBlocks, "swap_blocks_batch": _SwapBlocksBatch}
+    for name, kind in kinds.items():
+        try:
+            from vllm import _custom_ops
+
+            rival = kind(layout, pool, getattr(_custom_ops, name))
+            rival.run(TransferJob(0, "", (0,), (0,)), (True, False))
+            found[name] = rival
+        except Exception as error:  # noqa: BLE001 - its arguments differ by release
+            print(f"no {name} to compare with: {error!r}")
+    return found
 
 
 class NullCuda:
@@ -170,7 +199,13 @@ class NullCuda:
     class Event:
         """Has always passed."""
 
+        def __init__(self, blocking: bool = False) -> None:
+            self.blocking = blocking
+
         def record(self, stream: object) -> None:
+            """Does nothing."""
+
+        def synchronize(self) -> None:
             """Does nothing."""
 
         def query(self) -> bool:

@@ -6,6 +6,7 @@ A run of some of the tests can't tell which messages no test produces: it record
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 
 import pytest
 from package_messages import PACKAGE, words
+
+# Before torch is loaded, and for every process started: the models are tiny, and
+# threads that wait for each other take several times as long on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
 ENGINE = HERE / "engine"  # these take long, and say what they say in other processes

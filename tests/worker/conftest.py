@@ -47,7 +47,7 @@ def checked_cuda(
     stack: contextlib.ExitStack,
 ) -> CudaTransfer:
     gpu = FakeCuda(0, granule=layout.word.itemsize, eager=True)
-    terms = DeviceTerms(gpu, False, 4 * layout.bytes_per_block, path)
+    terms = DeviceTerms(gpu, 0, 4 * layout.bytes_per_block, path)
     transfer = CudaTransfer(layout, pool, terms, InlineLauncher)
     gpu.checker.watch(pool, *(segment.view for segment in layout.segments))
     for lane in (transfer._stores, transfer._loads):

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker.happens_before import Checker, Clock, join
+from torch.utils._pytree import tree_leaves
+from worker.happens_before import Checker, Clock, Range, join
 
 aten = torch.ops.aten
 
@@ -96,7 +97,7 @@ class FakeEvent:
 
     gpu: FakeCuda
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
         self.moment: Moment | None = None
         self.gpu.num_events += 1
 
@@ -112,6 +113,13 @@ class FakeEvent:
         if self.moment.passed:
             join(self.gpu.host.clock, self.moment.clock)
         return self.moment.passed
+
+    def synchronize(self) -> None:
+        # A launching thread may wait; the model's may not.
+        self.gpu.num_synchronized += self.gpu.host is self.gpu.model
+        if self.moment is not None:
+            self.gpu.run_until(self.moment)
+            join(self.gpu.host.clock, self.moment.clock)
 
 
 class Host:
@@ -149,7 +157,9 @@ class FakeCuda(TorchDispatchMode):
         self.compute = FakeStream("compute", self, deaf=deaf == "compute")
         self.streams = [self.compute]
         self._current = [self.compute]
+        self._pins: list[Range] = []
         self.num_events = self.num_allocated = self.num_synchronized = 0
+        self.most_queued = 0  # in a stream at once
         # Drawn once a device: a stream that is far slower than the others is the
         # likeliest to betray a missing wait.
         self._slow = self._rng.choice(["compute", "stores", "loads", "copies", ""])
@@ -210,6 +220,7 @@ class FakeCuda(TorchDispatchMode):
         self.num_allocated += func.overloadpacket.__name__.startswith("empty")
         if func not in _ACCESSES:
             return func(*args, **kwargs)
+        self._refuse_spans(args)
         stream = self.current_stream()
         clock = stream.tick()
         what = f"{func.overloadpacket.__name__} on {stream.name}"
@@ -223,10 +234,27 @@ class FakeCuda(TorchDispatchMode):
         # Host data that a pageable copy would have read by now is not modelled: the
         # code under test never changes a source after the call.
         stream.queue.append(run)
+        self.most_queued = max(self.most_queued, len(stream.queue))
         if self.eager:
             self.drain()
         batched = func is aten._foreach_copy_.default
         return None if batched else kwargs.get("out", args[0])
+
+    def pin(self, pool: torch.Tensor, rows_per_pin: int) -> None:
+        """Pins some rows a call, as `HostPool` does."""
+        self._pins += [
+            (part.data_ptr(), part.data_ptr() + part.nbytes)
+            for part in pool.split(rows_per_pin)
+        ]
+
+    def _refuse_spans(self, args: Any) -> None:
+        """Fails as CUDA does for host memory that no single call has pinned."""
+        for tensor in tree_leaves(args):
+            if isinstance(tensor, torch.Tensor):
+                start = tensor.data_ptr()
+                for low, high in self._pins:
+                    if low <= start < high < start + tensor.nbytes:
+                        raise RuntimeError("CUDA error: invalid argument")
 
     def advance(self, num_steps: int) -> None:
         """Runs up to so many queued items, in an order that the waits allow."""
@@ -248,9 +276,13 @@ class FakeCuda(TorchDispatchMode):
                 stream.run_one()
                 return
             (moment,) = stream.queue[0]  # type: ignore[misc]
+            self.run_until(moment)
+
+    def run_until(self, moment: Moment) -> None:
+        """Runs what an event waits for, and no more of other streams than needed."""
+        while not moment.passed:
             (source,) = (s for s in self.streams if moment in s.queue)
-            while not moment.passed:
-                self.run_towards(source)
+            self.run_towards(source)
 
     def drain(self) -> None:
         """Runs all that is queued."""

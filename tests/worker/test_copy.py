@@ -1,9 +1,10 @@
-"""Batched copies on the CPU do what a copy a block does, on the calling thread."""
+"""A compiled copy on the CPU does what a copy a block does, on the calling thread."""
 
 from __future__ import annotations
 
-import itertools
+import platform
 import random
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -12,30 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_ctx_offload.worker.copy import CpuCopy, runs_of
+from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.worker.copy import CpuCopy
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
-
-ids = st.integers(0, 40)
-
-
-@given(st.lists(st.tuples(ids, ids), max_size=60))
-def test_runs_are_the_pairs_in_order_and_as_long_as_possible(
-    pairs: list[tuple[int, int]],
-) -> None:
-    blocks, rows = [p[0] for p in pairs], [p[1] for p in pairs]
-    runs = list(runs_of(blocks, rows))
-    unrolled = [
-        (block + i, row + i) for block, row, length in runs for i in range(length)
-    ]
-    assert unrolled == pairs
-    for one, other in itertools.pairwise(runs):
-        assert (one.block + one.length, one.row + one.length) != other[:2]
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 50))
-def test_neighbours_are_one_run(block: int, row: int, length: int) -> None:
-    blocks, rows = range(block, block + length), range(row, row + length)
-    assert list(runs_of(blocks, rows)) == [(block, row, length)]
+from vllm_ctx_offload.worker.streaming import page_copier
 
 
 def naive(
@@ -137,40 +118,6 @@ def test_a_batched_copy_equals_a_copy_a_block(
     assert torch.equal(memory, mirror)
 
 
-def layers(gaps: Sequence[int], *, parts: int = 1) -> list[torch.Tensor]:
-    """Returns layers of 5 blocks in one memory, so many bytes apart."""
-    flat, start = torch.zeros(sum(gaps) + len(gaps) * parts * 40, dtype=torch.uint8), 0
-    found = []
-    for gap in gaps:
-        start += gap
-        end = start + parts * 40
-        found.append(flat[start:end].view(parts, 5, 8).squeeze(0))
-        start = end
-    return found
-
-
-@pytest.mark.parametrize(
-    ("caches", "shapes"),
-    [
-        (layers([0, 0, 0]), [(5, 1, 3)]),
-        (layers([0, 8, 8, 8]), [(5, 1, 4)]),
-        (layers([0, 8, 8, 8])[::-1], [(5, 1, 4)]),
-        (layers([0, 8, 8], parts=2), [(5, 3, 2)]),
-        (layers([0, 8, 16, 16]), [(5, 1, 2), (5, 1, 2)]),
-        ([*layers([0, 0]), torch.zeros(5, 16)], [(5, 1, 2), (5, 1, 1)]),
-    ],
-    ids=["packed", "spaced", "downwards", "keys and values", "uneven", "unlike"],
-)
-def test_what_lies_evenly_spaced_is_copied_by_one_call(
-    caches: list[torch.Tensor], shapes: list[tuple[int, ...]]
-) -> None:
-    layout = derive_layout({f"l{i}": c for i, c in enumerate(caches)}, 5)
-    pool = torch.zeros((7, layout.bytes_per_block), dtype=torch.uint8)
-    ends = CpuCopy(layout, pool)._ends
-    assert [cache.shape[:3] for cache, _ in ends] == shapes
-    assert all(host.shape == (7, *cache.shape[1:]) for cache, host in ends)
-
-
 class Recorder(TorchDispatchMode):
     """Notes the operations of torch."""
 
@@ -201,3 +148,18 @@ def test_nothing_is_asked_of_torch_which_has_the_models_threads(
     assert recorder.names == []
     assert torch.equal(pool, filled)
     assert pool.all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="has other instructions")
+def test_pages_are_written_past_the_caches() -> None:
+    (assembly,) = page_copier().inspect_asm().values()
+    assert "movnt" in assembly
+    assert "fence" in assembly
+
+
+def test_without_numba_the_start_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ConfigError, match="run 'pip install numba'"):
+        page_copier.__wrapped__()

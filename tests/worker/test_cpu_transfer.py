@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,6 +267,50 @@ def test_a_job_submitted_after_the_end_is_reported_as_failed(
     transfer.submit(job(0), to_host=True)
     transfer.fence([0])
     assert [result.ok for result in transfer.poll(PATIENCE_S)] == [False]
+
+
+THREE_BLOCKS = TransferJob(0, "r", (0, 1, 2), (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda transfer: transfer.fence([0]),
+        lambda transfer: transfer.poll(PATIENCE_S),
+        lambda transfer: transfer.close(),
+    ],
+    ids=["fence", "poll", "close"],
+)
+def test_a_store_rests_between_its_pieces_until_somebody_waits(
+    wait: Callable[[CpuTransfer], object],
+    layout: BlockLayout,
+    pool: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. Block 0 is copied. 2. Nobody waits: no other is. 3. Somebody does: all are."""
+    monkeypatch.setattr("vllm_ctx_offload.worker.cpu_transfer._REST", 1e9)
+    copy = GatedCopy(layout, pool)
+    copy.let(1000)
+    transfer = CpuTransfer(layout, pool, copy, piece_bytes=1)
+    transfer.submit(THREE_BLOCKS, to_host=True)
+    copy.wait_until_begun()
+    assert transfer.poll() == []
+    assert copy.started == [(0,)]
+    wait(transfer)
+    assert copy.started == [(0,), (1,), (2,)]
+    transfer.close()
+
+
+def test_a_load_never_rests(
+    transfer: CpuTransfer, copy: GatedCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_ctx_offload.worker.cpu_transfer._REST", 1e9)
+    copy.let(1000)
+    for number in range(3):
+        transfer.submit(replace(THREE_BLOCKS, job_id=number), to_host=False)
+    for _ in range(3):
+        copy.wait_until_begun()
+    assert copy.started == [THREE_BLOCKS.rows] * 3
 
 
 @pytest.mark.parametrize("created", [True, False])

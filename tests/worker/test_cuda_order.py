@@ -74,7 +74,8 @@ class OneScratch(CudaTransfer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for one, other in zip(self._loads._halves, self._stores._halves, strict=True):
-            object.__setattr__(one, "scratch", other.scratch)
+            for name in ("scratch", "parts"):
+                object.__setattr__(one, name, getattr(other, name))
 
 
 class OneHalf(Lane):
@@ -83,7 +84,8 @@ class OneHalf(Lane):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         first, second = self._halves
-        object.__setattr__(second, "scratch", first.scratch)
+        for name in ("scratch", "parts"):
+            object.__setattr__(second, name, getattr(first, name))
 
 
 class ReportsEarly(Lane):
@@ -127,12 +129,22 @@ class ReadsEarly(Lane):
         in_flight.sources_read.record(self._first)
 
 
-class ReusesIndex(Lane):
-    """Broken: an index is used anew while a kernel may still read it."""
+class NeverWaits(Lane):
+    """Broken: takes each half of the scratch for free."""
 
-    def launch(self, in_flight: InFlight) -> None:
-        super().launch(in_flight)
-        self.give_back(in_flight)
+    def _half(self, num_rows: int) -> Any:
+        half = super()._half(num_rows)
+        half.free.synchronize = lambda: None
+        return half
+
+
+class OneIndex(Lane):
+    """Broken: the halves of the scratch share an index."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        first, second = self._halves
+        object.__setattr__(second, "index", first.index)
 
 
 class NoFence(CudaTransfer):
@@ -182,14 +194,15 @@ BROKEN: dict[str, Broken] = {
     "failed jobs are reported early": (WHOLE, ReportsFailuresEarly, ""),
     "a failed job's half is used at once": (WHOLE, ForgetsHalves, ""),
     "a fence is over before direct copies": (WHOLE, ReadsEarly, ""),
-    "an index is reused at once": (WHOLE, ReusesIndex, ""),
+    "halves are taken before they are free": (WHOLE, NeverWaits, ""),
+    "both halves share an index": (WHOLE, OneIndex, ""),
 }
 
 
-def caught(what: str, *, checked: bool) -> set[type[AssertionError]]:
+def caught(what: str, *, checked: bool) -> set[type[BaseException]]:
     """Returns what is found out over all seeds; a run ends at its first finding."""
     kind, lane, deaf = BROKEN[what]
-    errors: set[type[AssertionError]] = set()
+    errors: set[type[BaseException]] = set()
     for seed in range(NUM_SEEDS):
         traffic = Traffic(seed, kind=kind, lane=lane, deaf=deaf, checked=checked)
         try:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from worker.fake_cuda import FakeCuda
+from worker.fake_cuda import FakeCuda, FakeStream
 from worker.fake_launcher import InlineLauncher
 from worker.traffic import NUM_BLOCKS, Traffic, check
 
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferJob
+from vllm_ctx_offload.worker import lane
 from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer, DeviceTerms
 from vllm_ctx_offload.worker.kv_layout import derive_layout
 from vllm_ctx_offload.worker.lane import InFlight, Lane
@@ -126,6 +127,7 @@ def test_a_store_lets_compute_go_on_once_it_has_gathered() -> None:
 def test_a_steady_state_allocates_nothing_and_waits_for_nothing(path: Path) -> None:
     traffic = Traffic(3, path=path)
     counts = []
+    waited = traffic.gpu.num_synchronized
     for _ in range(6):
         with traffic.gpu:
             for to_host in (True, False) * 4:
@@ -140,7 +142,7 @@ def test_a_steady_state_allocates_nothing_and_waits_for_nothing(path: Path) -> N
             gpu = traffic.gpu
         counts.append((gpu.num_events, gpu.num_allocated, gpu.num_synchronized))
     assert len(set(counts)) == 1
-    assert counts[0][2] == 0
+    assert counts[0][2] == waited
 
 
 def test_polling_waits_for_the_first_end_but_no_longer_than_it_may(
@@ -195,24 +197,29 @@ def test_a_device_without_room_for_the_scratch_is_refused_in_one_sentence(
 
     monkeypatch.setattr(Lane, "_half", full)
     with pytest.raises(ConfigError, match=r"64.00 MiB left.*gpu-memory-utilization"):
-        make(64, 128, pinned=False)
+        make(64, 128)
 
 
 def make(
-    block_bytes: int, scratch_bytes: int, num_layers: int = 1, **terms: Any
+    block_bytes: int,
+    scratch_bytes: int,
+    num_layers: int = 1,
+    *,
+    pinned_rows: int = 0,
+    gpu: FakeCuda | None = None,
+    path: Path | None = None,
 ) -> CudaTransfer:
     caches = {
         f"l{number}": torch.zeros((NUM_BLOCKS, block_bytes), dtype=torch.uint8)
         for number in range(num_layers)
     }
     layout = derive_layout(caches, NUM_BLOCKS)
-    pool = torch.zeros((2, layout.bytes_per_block), dtype=torch.uint8)
-    return CudaTransfer(
-        layout,
-        pool,
-        DeviceTerms(FakeCuda(0), scratch_bytes=scratch_bytes, **terms),
-        InlineLauncher,
-    )
+    pool = torch.zeros((NUM_BLOCKS, layout.bytes_per_block), dtype=torch.uint8)
+    gpu = gpu or FakeCuda(0)
+    if pinned_rows:
+        gpu.pin(pool, pinned_rows)
+    terms = DeviceTerms(gpu, pinned_rows, scratch_bytes, path)
+    return CudaTransfer(layout, pool, terms, InlineLauncher)
 
 
 @pytest.mark.parametrize(
@@ -222,39 +229,100 @@ def make(
 def test_a_half_of_the_scratch_holds_a_block_and_at_most_all(
     block_bytes: int, scratch_bytes: int, rows: int
 ) -> None:
-    transfer = make(block_bytes, scratch_bytes, pinned=False)
-    for lane in (transfer._stores, transfer._loads):
-        assert [half.scratch.shape for half in lane._halves] == [(rows, 64)] * 2
+    transfer = make(block_bytes, scratch_bytes)
+    for each in (transfer._stores, transfer._loads):
+        assert [half.scratch.shape for half in each._halves] == [(rows, 64)] * 2
 
 
-def test_indices_grow_to_the_largest_job_and_are_kept() -> None:
-    lane = make(64, 128, pinned=False)._stores
-    index = lane._index_for(5000)
-    assert [part.shape[0] for part in index] == [8192, 8192]
-    lane._indices.append(index)
-    assert lane._index_for(5000) is index
-    assert lane._index_for(5)[0].shape[0] == 4096
+def test_a_half_of_the_scratch_takes_no_more_rows_than_a_piece_may_have_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane, "MAX_COPIES", 4)
+    transfer = make(64, 1024**3)
+    assert transfer._stores._halves[0].scratch.shape[0] == 4
+
+
+def test_scratch_is_there_before_a_stream_uses_it_that_did_not_allocate_it() -> None:
+    gpu = FakeCuda(0)
+    make(64, 128, gpu=gpu)
+    assert gpu.num_synchronized == 2  # a stream of each direction
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "num_layers", "num_blocks", "pinned", "path"),
+    ("page_bytes", "pinned_rows", "path"),
     [
-        (65_536, 1, 1, True, Path.STAGED),
-        (512 * 1024, 2, 512, True, Path.DIRECT),
-        (512 * 1024, 2, 513, True, Path.STAGED),
-        (2 * 1024**2, 2, 513, True, Path.DIRECT),
-        (2 * 1024**2, 2, 4097, True, Path.STAGED),
-        (2 * 1024**2, 2, 1, False, Path.STAGED),
+        (512 * 1024 - 8, 1, Path.STAGED),
+        (512 * 1024, 1, Path.DIRECT),
+        (512 * 1024, 0, Path.STAGED),
     ],
 )
-def test_pages_that_are_large_and_few_are_copied_directly(
-    page_bytes: int, num_layers: int, num_blocks: int, pinned: bool, path: Path
+def test_large_pages_of_a_pinned_pool_are_copied_directly(
+    page_bytes: int, pinned_rows: int, path: Path
 ) -> None:
-    lane = make(page_bytes, 1024, num_layers, pinned=pinned)._stores
-    assert lane._path(num_blocks) is path
+    assert make(page_bytes, 1024, pinned_rows=pinned_rows)._stores._path() is path
 
 
 def test_with_one_segment_neighbours_are_one_copy() -> None:
-    one, two = (make(64, 128, n, pinned=True)._stores._pages for n in (1, 2))
+    one, two = (make(64, 128, n, pinned_rows=9)._stores._pages for n in (1, 2))
     assert [len(part) for part in one.pairs((4, 5, 7), (0, 1, 0))] == [2, 2]
     assert [len(part) for part in two.pairs((4, 5, 7), (0, 1, 0))] == [6, 6]
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("path", Path)
+def test_no_copy_spans_two_pieces_of_the_pool(path: Path, to_host: bool) -> None:
+    """Neighbouring blocks go to neighbouring rows, of which CUDA knows three a time."""
+    gpu = FakeCuda(0, eager=True)
+    transfer = make(64, 1024, pinned_rows=3, gpu=gpu, path=path)
+    for number, cache in enumerate((transfer._stores._pool, _cache(transfer))):
+        cache.copy_(torch.arange(NUM_BLOCKS)[:, None] + 100 * number)
+    ids = tuple(range(1, NUM_BLOCKS))
+    with gpu:
+        transfer.submit(TransferJob(0, "r", ids, ids), to_host=to_host)
+        (result,) = transfer.poll()
+    assert result.ok
+    assert torch.equal(transfer._stores._pool[1:], _cache(transfer)[1:])
+
+
+def _cache(transfer: CudaTransfer) -> torch.Tensor:
+    return transfer._stores._layout.segments[0].view.view(torch.uint8)
+
+
+@pytest.mark.parametrize("path", Path)
+def test_no_more_than_two_pieces_of_a_job_are_with_the_driver(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue is full at 1,024 launches, and the model's launches then wait, too."""
+    monkeypatch.setattr(lane, "MAX_COPIES", 2)
+    traffic = Traffic(0, path=path)
+    blocks = tuple(range(NUM_BLOCKS))
+    with traffic.gpu:
+        traffic._forward([], [1])
+        for job_id in range(3):
+            job = TransferJob(job_id, "r", blocks, blocks)
+            traffic.transfer.submit(job, to_host=True)
+        traffic.launchers[0].run(3)
+        traffic.gpu.drain()
+        results = traffic.transfer.poll()
+    assert [result.ok for result in results] == [True] * 3
+    # A piece: the wait for compute or for kernels, an index, a copy or a kernel for
+    # each of two layers, events for the other stream and for the ends of jobs.
+    assert traffic.gpu.most_queued <= 2 * 7
+
+
+def test_a_lane_takes_no_stream_that_the_model_runs_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's streams come by turns, so the model's own comes up again."""
+    gpu = FakeCuda(0)
+    new_stream = gpu.Stream
+    turns = iter([True, False] * 9)
+
+    def stream(priority: int) -> FakeStream:
+        return gpu.compute if next(turns) else new_stream(priority)
+
+    monkeypatch.setattr(gpu, "Stream", stream)
+    transfer = make(64, 128, gpu=gpu)
+    lanes = (transfer._stores, transfer._loads)
+    streams = {id(one) for each in lanes for one in (each.kernels, each.copies)}
+    assert len(streams - {id(gpu.compute)}) == 4

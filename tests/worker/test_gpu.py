@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from worker.gpu_device import (
+    LONG_CYCLES,
+    NUM_BLOCKS,
+    WORDS,
+    Device,
+    make_transfer,
+    wait,
+)
 from worker.layouts import CASE_IDS, CASES, build, copied, storages_of
 
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker import host_pool
-from vllm_ctx_offload.worker.cuda_transfer import CudaTransfer, DeviceTerms
 from vllm_ctx_offload.worker.host_pool import HostPool
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
 from vllm_ctx_offload.worker.paths import Path
 from vllm_ctx_offload.worker.proof import prove_layout
-from vllm_ctx_offload.worker.transfer import JobResult
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-
-NUM_BLOCKS = 64
-WORDS = 4096
-# Only a bug makes a test wait for it.
-PATIENCE_S = 60.0
-# About a second on any GPU: longer than everything that is enqueued behind it.
-LONG_CYCLES = 1_500_000_000
-
-
-def make_transfer(
-    layout: BlockLayout, pool: HostPool, path: Path | None = None
-) -> CudaTransfer:
-    """Each half of the scratch holds two blocks, so that jobs go in pieces."""
-    terms = DeviceTerms(torch.cuda, pool.pinned, 4 * layout.bytes_per_block, path)
-    return CudaTransfer(layout, pool.rows, terms)
-
-
-def wait(transfer: CudaTransfer, count: int) -> list[JobResult]:
-    """Polls until so many jobs ended."""
-    results: list[JobResult] = []
-    while len(results) < count:
-        got = transfer.poll(PATIENCE_S)
-        assert got, "no job ended"
-        results += got
-    return results
 
 
 def copy_one_by_one(
@@ -64,54 +46,18 @@ def copy_one_by_one(
                 on_device.copy_(on_host)
 
 
-class Device:
-    """A cache of one layer on the GPU, one value a block, and its transfers."""
-
-    def __init__(self, path: Path) -> None:
-        self.cache = torch.zeros((NUM_BLOCKS, WORDS), dtype=torch.int32, device="cuda")
-        layout = derive_layout({"l": self.cache}, NUM_BLOCKS)
-        self.pool = HostPool(NUM_BLOCKS, layout.bytes_per_block, "cuda")
-        assert self.pool.pinned
-        self.transfer = make_transfer(layout, self.pool, path)
-        self.num_jobs = 0
-        # Once through all of it: nothing below waits for a first allocation.
-        self.wait(self.start(range(NUM_BLOCKS), to_host=True))
-        self.wait(self.start(range(NUM_BLOCKS), to_host=False))
-
-    def start(self, blocks: range, *, to_host: bool) -> int:
-        """Starts a job that takes each block to or from the row of its number."""
-        ids = tuple(blocks)
-        self.num_jobs += 1
-        job = TransferJob(self.num_jobs, "r", ids, ids)
-        self.transfer.submit(job, to_host=to_host)
-        return job.job_id
-
-    def wait(self, job_id: int) -> None:
-        (result,) = wait(self.transfer, 1)
-        assert result.job.job_id == job_id
-        assert result.ok
-
-    def launched(self) -> None:
-        """Returns when all jobs are with the device, however far that is."""
-        for to_host, lane in (
-            (True, self.transfer._stores),
-            (False, self.transfer._loads),
-        ):
-            for in_flight in lane.open:
-                self.transfer._launchers[to_host].wait_until(
-                    lambda one=in_flight: one.launched
-                )
-
-    def row(self, index: int) -> torch.Tensor:
-        return self.pool.rows[index].view(torch.int32)
+@pytest.fixture
+def model_stream() -> Iterator[None]:
+    """The model runs on a stream of its own, as vLLM's does."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 @pytest.fixture(params=Path)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+def device(request: pytest.FixtureRequest, model_stream: None) -> Iterator[Device]:
     made = Device(request.param)
     yield made
-    made.transfer.close()
-    made.pool.close()
+    made.close()
 
 
 @pytest.mark.parametrize("path", Path)
@@ -210,11 +156,7 @@ def test_compute_after_a_fence_does_not_overwrite_what_a_store_reads(
 ) -> None:
     device.cache.fill_(1)
     torch.cuda.synchronize()
-    # Holds the store back, as a long queue of copies before it would.
-    stores = device.transfer._stores
-    for stream in (stores.kernels, stores.copies):
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(LONG_CYCLES)
+    device.hold_stores_back()
     job_id = device.start(range(NUM_BLOCKS), to_host=True)
     device.transfer.fence([job_id])
     device.cache.fill_(2)
@@ -253,6 +195,73 @@ def test_submitting_does_not_wait_for_the_device(device: Device) -> None:
     device.launched()
     assert not asleep.query()
     assert len(wait(device.transfer, 2)) == 2
+
+
+@pytest.mark.parametrize("path", Path)
+def test_a_store_of_thousands_of_copies_does_not_hold_up_the_models_launches(
+    path: Path, model_stream: None
+) -> None:
+    """What the driver queues is shared by all threads; once full, all of them wait."""
+    device = Device(path, 4096)
+    torch.cuda.synchronize()
+    device.hold_stores_back()
+    asleep = torch.cuda.Event()
+    asleep.record(device.transfer._stores.kernels)
+    # No two neighbours in the cache are any in the pool.
+    blocks, rows = tuple(range(4096)), tuple(reversed(range(4096)))
+    device.transfer.submit(TransferJob(99, "r", blocks, rows), to_host=True)
+    began = time.monotonic()
+    # Enough for the launching thread to get as far as it goes.
+    while time.monotonic() - began < 0.1:
+        device.cache.add_(0)
+        torch.cuda.current_stream().synchronize()
+    assert not asleep.query()
+    (result,) = wait(device.transfer, 1)
+    assert result.ok
+    device.close()
+
+
+@pytest.mark.parametrize("path", Path)
+def test_jobs_take_no_harm_from_how_the_pool_was_pinned(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of three rows: a copy over two of them would be refused."""
+    monkeypatch.setattr(host_pool, "_PIN_PIECE_BYTES", 3 * WORDS * 4)
+    device = Device(path)
+    assert device.pool.pinned_rows == 3
+    device.cache.copy_(torch.arange(NUM_BLOCKS, device="cuda")[:, None])
+    device.wait(device.start(range(NUM_BLOCKS), to_host=True))
+    device.cache.zero_()
+    device.wait(device.start(range(1, NUM_BLOCKS), to_host=False))
+    assert device.cache[:, 0].tolist() == list(range(NUM_BLOCKS))
+    assert [int(device.row(row)[-1]) for row in range(NUM_BLOCKS)] == list(
+        range(NUM_BLOCKS)
+    )
+    device.close()
+
+
+def test_deterministic_algorithms_change_nothing(device: Device) -> None:
+    """With them torch scatters in another way."""
+    device.cache.copy_(torch.arange(NUM_BLOCKS, device="cuda")[:, None])
+    torch.use_deterministic_algorithms(True)
+    try:
+        device.wait(device.start(range(NUM_BLOCKS), to_host=True))
+        device.cache.zero_()
+        device.wait(device.start(range(NUM_BLOCKS), to_host=False))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert device.cache[:, -1].tolist() == list(range(NUM_BLOCKS))
+
+
+def test_a_graph_can_be_captured_while_no_job_is_open(device: Device) -> None:
+    """Capturing fails if any thread meanwhile asks the driver for what may wait."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert device.transfer.poll() == []
+        device.cache.fill_(5)
+    graph.replay()
+    device.wait(device.start(range(NUM_BLOCKS), to_host=True))
+    assert bool((device.row(0) == 5).all())
 
 
 def test_kernels_run_after_the_pool_could_not_be_pinned(

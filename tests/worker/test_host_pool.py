@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -135,6 +138,25 @@ def test_it_is_touched_in_pieces_from_the_cores_that_are_near(
     pool.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_a_child_of_the_worker_gets_no_copy_of_the_pool() -> None:
+    """Pinned memory is copied at once when a process forks."""
+    pool = HostPool(4, MIB)
+    address = pool.rows.data_ptr()
+    text = Path("/proc/self/smaps").read_text(encoding="ascii")
+    # A mapping is a line "from-to ..." and more of its own, the last with its flags.
+    mappings = re.findall(
+        r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", text, re.MULTILINE | re.DOTALL
+    )
+    (flags,) = [
+        flags.split()
+        for first, end, flags in mappings
+        if int(first, 16) <= address < int(end, 16)
+    ]
+    assert "dc" in flags  # do not copy
+    pool.close()
+
+
 class FakeCudart:
     """Registers ranges, and fails from the `fails_at`-th one on."""
 
@@ -165,15 +187,26 @@ def use(monkeypatch: pytest.MonkeyPatch, cudart: FakeCudart) -> None:
     monkeypatch.setattr(host_pool, "cores_near", lambda device: (None, set()))
 
 
-def test_the_pool_is_pinned_in_pieces_that_cover_it_once(
-    monkeypatch: pytest.MonkeyPatch, small_pieces: None
+@pytest.mark.parametrize(
+    ("num_rows", "bytes_per_row", "rows_per_pin"),
+    [(10, 1024, 4), (10, 1000, 512), (3, 8192, 1), (5, 6144, 2)],
+)
+def test_the_pool_is_pinned_in_pieces_of_whole_rows_and_pages_that_cover_it_once(
+    num_rows: int,
+    bytes_per_row: int,
+    rows_per_pin: int,
+    monkeypatch: pytest.MonkeyPatch,
+    small_pieces: None,
 ) -> None:
     cudart = FakeCudart()
     use(monkeypatch, cudart)
-    pool = HostPool(10, 1000, "cuda")
+    pool = HostPool(num_rows, bytes_per_row, "cuda")
     assert pool.pinned
-    base = pool.rows.data_ptr()
-    assert cudart.registered == {base: 4096, base + 4096: 4096, base + 8192: 1808}
+    assert pool.pinned_rows == rows_per_pin
+    assert cudart.registered == {
+        part.data_ptr(): part.nbytes for part in pool.rows.split(rows_per_pin)
+    }
+    assert not any(start % mmap.PAGESIZE for start in cudart.registered)
     pool.close()
     assert cudart.registered == {}
     assert pool.rows.nbytes == 0
@@ -196,7 +229,7 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "ones", blamed)
-    pool = HostPool(10, 1000, "cuda")
+    pool = HostPool(10, 1024, "cuda")
     assert not pool.pinned
     assert cudart.registered == {}
     assert kernels == ["cuda"]

@@ -41,7 +41,7 @@ def run_without(modules: tuple[str, ...], code: str, *folders: Path) -> None:
 
 
 def test_the_worker_side_runs_with_torch_alone() -> None:
-    """And with numpy, which the CPU backend copies with."""
+    """And with numba, which compiles the copies of the CPU backend."""
     run_without(NOT_NEEDED, WORKER)
 
 

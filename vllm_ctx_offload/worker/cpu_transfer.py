@@ -13,11 +13,8 @@ import torch
 
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.copy import CpuCopy
-from vllm_ctx_offload.worker.copy_thread import (
-    give_way_to_the_model,
-    leave_the_models_cores,
-)
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
+from vllm_ctx_offload.worker.numa import leave_the_models_cores
 from vllm_ctx_offload.worker.transfer import JobResult, check_job
 
 __all__ = ["CpuTransfer"]
@@ -26,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # How long an engine that stops waits for a copy that may hang.
 _CLOSE_WAIT_S: Final = 1.0
+# What a store copies at once, and how much longer than the copy took it then rests.
+_PIECE_BYTES: Final = 4 * 1024**2
+_REST: Final = 9
 
 
 class _Submitted(NamedTuple):
@@ -42,7 +42,10 @@ class CpuTransfer:
     since the next forward pass, or the next load, would write at once. See `Transfer`
     for the contract.
 
-    Requests wait for loads, but nobody for a store, so these give way to the model.
+    Cores and memory are the model's too, and what slows it down is the copying as such,
+    not its speed. So loads, for which requests wait, run as fast as they can. Stores
+    take a tenth of a core's time, unless somebody waits: a fence, an engine without
+    other work, or the end.
     """
 
     def __init__(
@@ -50,17 +53,21 @@ class CpuTransfer:
         layout: BlockLayout,
         pool: torch.Tensor,
         copy: Callable[..., None] | None = None,
+        piece_bytes: int = _PIECE_BYTES,
     ) -> None:
         self._layout = layout
         self._pool = pool
         self._copy = copy or CpuCopy(layout, pool)
+        self._blocks_a_piece = max(piece_bytes // layout.bytes_per_block, 1)
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
         self._queues: dict[bool, deque[_Submitted]] = {True: deque(), False: deque()}
         self._open_stores: set[int] = set()
         self._num_open = 0
+        self._num_waiting = 0
         self._results: list[JobResult] = []
         self._closing = False
+        self._rest_until = 0.0  # the store thread's own
         # Daemons: a copy that hangs must not keep the process alive.
         self._threads = {
             to_host: threading.Thread(
@@ -89,15 +96,23 @@ class CpuTransfer:
     def fence(self, job_ids: Iterable[int]) -> None:
         # Without the wait the forward pass would overwrite blocks that a store reads.
         waited = set(job_ids)
-        with self._changed:
-            self._changed.wait_for(lambda: not (waited & self._open_stores))
+        self._wait_for(lambda: not (waited & self._open_stores))
 
     def poll(self, timeout_s: float = 0.0) -> list[JobResult]:
+        if timeout_s > 0:
+            self._wait_for(lambda: bool(self._results) or not self._num_open, timeout_s)
         with self._changed:
-            if timeout_s > 0 and self._num_open:
-                self._changed.wait_for(lambda: bool(self._results), timeout_s)
             results, self._results = self._results, []
         return results
+
+    def _wait_for(
+        self, over: Callable[[], bool], timeout_s: float | None = None
+    ) -> None:
+        with self._changed:
+            self._num_waiting += 1
+            self._changed.notify_all()
+            self._changed.wait_for(over, timeout_s)
+            self._num_waiting -= 1
 
     def close(self) -> None:
         with self._changed:
@@ -111,8 +126,6 @@ class CpuTransfer:
 
     def _run(self, to_host: bool) -> None:
         leave_the_models_cores()
-        if to_host:
-            give_way_to_the_model()
         queue = self._queues[to_host]
         while (submitted := self._next(queue)) is not None:
             self._finish(submitted, ok=self._try_copy(submitted))
@@ -131,12 +144,28 @@ class CpuTransfer:
         job = submitted.job
         try:
             check_job(job, self._layout.num_blocks, self._pool.shape[0])
-            self._copy(job.block_ids, job.rows, to_host=submitted.to_host)
+            if submitted.to_host:
+                self._store(job)
+            else:
+                self._copy(job.block_ids, job.rows, to_host=False)
         except Exception:
             # The contract of this class: a failed copy is a result.
             logger.exception("Transfer job %d failed.", job.job_id)
             return False
         return True
+
+    def _store(self, job: TransferJob) -> None:
+        for start in range(0, len(job.rows), self._blocks_a_piece):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or self._num_waiting > 0,
+                    max(self._rest_until - time.monotonic(), 0.0),
+                )
+            piece = slice(start, start + self._blocks_a_piece)
+            began = time.thread_time()
+            self._copy(job.block_ids[piece], job.rows[piece], to_host=True)
+            seconds = time.thread_time() - began
+            self._rest_until = time.monotonic() + _REST * seconds
 
     def _finish(self, submitted: _Submitted, *, ok: bool) -> None:
         job, to_host, began = submitted

@@ -33,7 +33,7 @@ class CudaTransfer:
     The model's thread records an event and hands the job to the launching thread of
     its direction; it never waits, but in a fence for a store that is still being
     launched. What runs after what: [Note: event order] in lane.py. Events, indices and
-    scratch are reused, so a steady state allocates nothing and waits for no device.
+    scratch are reused, so a steady state allocates nothing.
 
     Not used: CUDA graphs, which would make one launch of the kernels of a piece, but
     are tied to addresses and to the number of layers, and save time only on the
@@ -109,11 +109,10 @@ class CudaTransfer:
         results = []
         for lane in (self._stores, self._loads):
             while lane.open and lane.open[0].launched and lane.open[0].done.query():
-                results.append(self._result(lane, lane.open.popleft()))
+                results.append(self._result(lane.open.popleft()))
         return results
 
-    def _result(self, lane: Lane, in_flight: InFlight) -> JobResult:
-        lane.give_back(in_flight)
+    def _result(self, in_flight: InFlight) -> JobResult:
         # Whoever had to wait for them has been told to: a wait is for what an event
         # stood for at the time of the call.
         self._events += (in_flight.compute, in_flight.sources_read, in_flight.done)

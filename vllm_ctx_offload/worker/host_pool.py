@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import time
@@ -21,7 +22,8 @@ __all__ = ["HostPool"]
 
 logger = logging.getLogger(__name__)
 
-# One cudaHostRegister call on hundreds of GiB holds the driver's lock for minutes.
+# One cudaHostRegister call on hundreds of GiB holds the driver's lock for minutes, and
+# from 512 GiB on some drivers refuse it.
 _PIN_PIECE_BYTES = 64 * 1024**3
 _PORTABLE = 1  # cudaHostRegisterPortable
 # Touched by one call. With pages of 4 KiB and up it writes at most 16,384 elements, too
@@ -40,7 +42,9 @@ class HostPool:
 
     Attributes:
         rows: uint8 tensor [num_rows, bytes_per_row] on the CPU, zeroed.
-        pinned: whether a CUDA device may copy to and from it asynchronously.
+        pinned_rows: how many rows were pinned at once, so that a CUDA device may copy
+            to and from them asynchronously; a copy may not span two such pieces. 0:
+            the pool is not pinned.
 
     Raises:
         ConfigError: there is less memory than asked for.
@@ -61,7 +65,9 @@ class HostPool:
         _touch(self.rows.view(-1), cores)
         touched = time.monotonic()
         self._pinned_pieces: list[int] = []
-        self.pinned = device.type == "cuda" and self._pin(num_bytes)
+        self.pinned_rows = 0
+        if device.type == "cuda":
+            self._pin(num_bytes, _rows_per_pin(bytes_per_row))
         pinned = f"pinned in {time.monotonic() - touched:.1f} s"
         logger.info(
             "Host pool of %s on %s: touched in %.1f s, %s.",
@@ -71,11 +77,16 @@ class HostPool:
             pinned if self.pinned else "not pinned",
         )
 
-    def _pin(self, num_bytes: int) -> bool:
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_rows > 0
+
+    def _pin(self, num_bytes: int, rows_per_pin: int) -> None:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         base = self.rows.data_ptr()
-        for start in range(0, num_bytes, _PIN_PIECE_BYTES):
-            size = min(_PIN_PIECE_BYTES, num_bytes - start)
+        piece_bytes = rows_per_pin * self.rows.shape[1]
+        for start in range(0, num_bytes, piece_bytes):
+            size = min(piece_bytes, num_bytes - start)
             error = int(cudart.cudaHostRegister(base + start, size, _PORTABLE))
             if error:
                 logger.warning(
@@ -89,9 +100,9 @@ class HostPool:
                 )
                 self._unpin()
                 _forget_cuda_error()
-                return False
+                return
             self._pinned_pieces.append(base + start)
-        return True
+        self.pinned_rows = rows_per_pin
 
     def _unpin(self) -> None:
         if not self._pinned_pieces:
@@ -126,7 +137,17 @@ def _map(num_bytes: int) -> mmap.mmap:
     # A kernel without huge pages says so by an error.
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # Linux copies pinned pages for a child at once, which with all of the pool would
+    # take minutes and as much memory again; no child needs it.
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_DONTFORK)
     return memory
+
+
+def _rows_per_pin(bytes_per_row: int) -> int:
+    """Returns how many rows to pin at once: whole rows that end with a page."""
+    rows = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, bytes_per_row)
+    return rows * max(_PIN_PIECE_BYTES // (rows * bytes_per_row), 1)
 
 
 def _touch(memory: torch.Tensor, cores: Collection[int]) -> None:

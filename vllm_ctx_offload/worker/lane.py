@@ -13,17 +13,25 @@ from typing import Any, Final
 import torch
 
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker.copy import runs_of
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
-from vllm_ctx_offload.worker.paths import Pages, Path, choose_path, copy_all
+from vllm_ctx_offload.worker.paths import (
+    Pages,
+    Path,
+    choose_path,
+    copy_all,
+    runs_within,
+)
+from vllm_ctx_offload.worker.runs import Run
 from vllm_ctx_offload.worker.transfer import check_job
 
-__all__ = ["DeviceTerms", "InFlight", "Index", "Lane"]
+__all__ = ["MAX_COPIES", "DeviceTerms", "InFlight", "Index", "Lane"]
 
 logger = logging.getLogger(__name__)
 
-# Blocks of the smallest index. Larger ones are made at the first job that needs them.
-_MIN_INDEX: Final = 4096
+# Copies of one piece of a job. The driver queues about 1,024 launches. One that finds
+# the queue full waits, and was seen to hold up launches by other threads to other
+# streams too: the model's. Two pieces under way stay well below.
+MAX_COPIES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +39,9 @@ class DeviceTerms:
     """What a lane has to know of the device."""
 
     cuda: Any  # torch.cuda, or what stands in for it
-    pinned: bool  # whether the pool is
+    pinned_rows: int  # of the pool, in one piece; no copy may span two. 0: not pinned
     scratch_bytes: int  # of each direction, both halves together
-    path: Path | None = None  # for every job; None: by size and count
+    path: Path | None = None  # for every job; None: by size
 
 
 @dataclass(slots=True)
@@ -50,14 +58,13 @@ class InFlight:
     compute: Any  # all compute before the job was submitted
     sources_read: Any  # the job reads its source no more
     done: Any  # its last copy
+    path: Path = Path.STAGED
     ok: bool = False
     launched: bool = False
-    # Read by the lane's stream until `done` has passed; then it is reused.
-    index: Index | None = None
 
 
 class Index(tuple[torch.Tensor, torch.Tensor]):
-    """Block ids on the host, pinned, and on the device; int64, reused job by job."""
+    """Block ids of a piece on the host, pinned, and on the device; int64."""
 
     def fill(self, block_ids: Sequence[int]) -> None:
         """Writes the host's part; no stream may read it any more."""
@@ -68,11 +75,17 @@ class Index(tuple[torch.Tensor, torch.Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """Half of the scratch; while one is copied, the other is gathered or scattered."""
+    """Half of the scratch; while one is copied, the other is gathered or scattered.
+
+    Every piece takes one, also where it is copied directly: then only `free` is used.
+    """
 
     scratch: torch.Tensor  # uint8 [rows, bytes_per_block] on the device
+    # Each segment of the cache, and its columns of the scratch, in the layout's words.
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    index: Index
     filled: Any  # the last write of its content
-    free: Any  # the last read of its content
+    free: Any  # the last read of its content; the launching thread waits for it
 
 
 class _StoppedError(Exception):
@@ -90,8 +103,13 @@ class Lane:
     handed out again; loads come after the fence through their own wait for compute.
     Kernels run on one stream and copies on the other, so that the link does not idle
     while blocks are gathered; between the two, each half of the scratch is handed over
-    by its events `filled` and `free`. A job is done when both streams are through with
-    it, also after a failure: what was enqueued before that still runs.
+    by its event `filled`. A job is done when both streams are through with it, also
+    after a failure: what was enqueued before that still runs.
+
+    [Note: two pieces]
+    A half is taken again when the launching thread has seen its event `free`, so no
+    more than two pieces of a direction are ever with the driver. The other half keeps
+    the link busy meanwhile.
 
     `launch` is called on the launching thread, everything else on the model's.
     """
@@ -108,13 +126,15 @@ class Lane:
         self._pool = pool
         self._terms = terms
         self._to_host = to_host
-        self._pages = Pages(layout, pool)
+        # Memory that is not pinned is in no pieces.
+        self._rows_per_pin = terms.pinned_rows or pool.shape[0]
+        self._pages = Pages(layout, pool, self._rows_per_pin)
         cuda = terms.cuda
         # A load is waited for by a request, a store by nobody: a negative priority
         # is a higher one.
         priority = 0 if to_host else -1
-        self.kernels = cuda.Stream(priority=priority)
-        self.copies = cuda.Stream(priority=priority)
+        self.kernels = _new_stream(cuda, priority)
+        self.copies = _new_stream(cuda, priority)
         # In the order in which data passes them.
         self._first, self._last = (
             (self.kernels, self.copies) if to_host else (self.copies, self.kernels)
@@ -125,34 +145,39 @@ class Lane:
         # The allocator hands a stream's memory to that stream only, so what is made
         # here is not still in use by compute.
         with cuda.stream(self.kernels):
-            self._halves = tuple(self._half(num_rows) for _ in range(2))
-            self._indices = [self._new_index(_MIN_INDEX)]
+            self._halves = tuple(
+                self._half(min(num_rows, layout.num_blocks, MAX_COPIES))
+                for _ in range(2)
+            )
+        # The other stream uses it too, and a load's first copy waits for nothing.
+        self.kernels.synchronize()
         self._turn = 0
 
     def _half(self, num_rows: int) -> _Half:
         scratch = torch.empty(
-            (min(num_rows, self._layout.num_blocks), self._layout.bytes_per_block),
+            (num_rows, self._layout.bytes_per_block),
             dtype=torch.uint8,
             device=self._layout.device,
         )
-        return _Half(scratch, self._terms.cuda.Event(), self._terms.cuda.Event())
+        parts = tuple(
+            (s.view, scratch[:, s.offset : s.offset + s.num_bytes].view(s.view.dtype))
+            for s in self._layout.segments
+        )
+        # Blocking: a thread that waits for it sleeps, instead of asking the driver
+        # again and again.
+        cuda = self._terms.cuda
+        free = cuda.Event(blocking=True)
+        return _Half(scratch, parts, self._new_index(num_rows), cuda.Event(), free)
 
     def _new_index(self, count: int) -> Index:
-        count = max(_MIN_INDEX, 1 << (count - 1).bit_length())
         device = self._layout.device
-        pin = self._terms.pinned and device.type == "cuda"
+        pin = self._terms.pinned_rows > 0 and device.type == "cuda"
         return Index(
             (
                 torch.empty(count, dtype=torch.int64, pin_memory=pin),
                 torch.empty(count, dtype=torch.int64, device=device),
             )
         )
-
-    def give_back(self, in_flight: InFlight) -> None:
-        """Takes back the index of a job that is done."""
-        if in_flight.index is not None:
-            self._indices.append(in_flight.index)
-            in_flight.index = None
 
     def launch(self, in_flight: InFlight) -> None:
         """Enqueues a job and sets what became of it. Does not raise for the job."""
@@ -175,28 +200,36 @@ class Lane:
 
     def _enqueue(self, in_flight: InFlight) -> None:
         job = in_flight.job
-        self._stop_if_asked()
         check_job(job, self._layout.num_blocks, self._pool.shape[0])
-        if self._path(len(job.rows)) is Path.DIRECT:
+        in_flight.path = self._path()
+        if in_flight.path is Path.DIRECT:
             self._copy_pages(in_flight)
         else:
             self._copy_staged(in_flight)
 
-    def _path(self, num_blocks: int) -> Path:
+    def _path(self) -> Path:
         return self._terms.path or choose_path(
-            self._pages, num_blocks, pinned=self._terms.pinned
+            self._pages, pinned=self._terms.pinned_rows > 0
         )
 
-    def _stop_if_asked(self) -> None:
-        if self.stopping:
-            raise _StoppedError
+    def _pieces(self, job: TransferJob, num_rows: int) -> Iterator[tuple[_Half, slice]]:
+        """Yields the pieces of a job, each when there is a half of the scratch free."""
+        for start in range(0, len(job.rows), num_rows):
+            half = self._halves[self._turn]
+            self._turn = 1 - self._turn
+            # [Note: two pieces] also: gather, copy and index after the last use of
+            # this half.
+            half.free.synchronize()
+            if self.stopping:
+                raise _StoppedError
+            yield half, slice(start, min(start + num_rows, len(job.rows)))
 
     def _end(self, in_flight: InFlight) -> None:
         """Records the events of a job, whatever part of it was enqueued."""
         # [Note: event order] what passes from the first stream to the last one.
         in_flight.sources_read.record(self._first)
         self._last.wait_event(in_flight.sources_read)
-        if self._to_host and in_flight.index is None:
+        if self._to_host and in_flight.path is Path.DIRECT:
             # Copied page by page, on the last stream.
             in_flight.sources_read.record(self._last)
         in_flight.done.record(self._last)
@@ -210,55 +243,46 @@ class Lane:
         # after the compute that reads or zeroes them.
         self.copies.wait_event(in_flight.compute)
         job = in_flight.job
-        on_device, on_host = self._pages.pairs(job.block_ids, job.rows)
-        sources, targets = (
-            (on_device, on_host) if self._to_host else (on_host, on_device)
-        )
-        with self._terms.cuda.stream(self.copies):
-            for start in range(0, len(sources), 512):
-                self._stop_if_asked()
-                copy_all(targets[start : start + 512], sources[start : start + 512])
+        num_rows = max(MAX_COPIES // self._pages.per_block, 1)
+        for half, piece in self._pieces(job, num_rows):
+            on_device, on_host = self._pages.pairs(
+                job.block_ids[piece], job.rows[piece]
+            )
+            with self._terms.cuda.stream(self.copies):
+                if self._to_host:
+                    copy_all(on_host, on_device)
+                else:
+                    copy_all(on_device, on_host)
+                half.free.record(self.copies)
 
     def _copy_staged(self, in_flight: InFlight) -> None:
-        job = in_flight.job
-        on_host, on_device = in_flight.index = self._index_for(len(job.rows))
-        in_flight.index.fill(job.block_ids)
-        with self._terms.cuda.stream(self.kernels):
-            count = len(job.block_ids)
-            # non_blocking: the job has this index until it is done.
-            on_device[:count].copy_(on_host[:count], non_blocking=True)
         # [Note: event order] store after the compute that writes its blocks, load
         # after the compute that reads or zeroes them.
         self.kernels.wait_event(in_flight.compute)
+        job = in_flight.job
         copy = self._store_piece if self._to_host else self._load_piece
-        num_rows = self._halves[0].scratch.shape[0]
-        for start in range(0, len(job.rows), num_rows):
-            self._stop_if_asked()
-            piece = slice(start, min(start + num_rows, len(job.rows)))
-            half = self._halves[self._turn]
-            self._turn = 1 - self._turn
-            copy(half, on_device[piece], job.rows[piece])
+        for half, piece in self._pieces(job, self._halves[0].scratch.shape[0]):
+            copy(half, self._upload(half.index, job.block_ids[piece]), job.rows[piece])
 
-    def _index_for(self, count: int) -> Index:
-        for number, index in enumerate(self._indices):
-            if index[0].shape[0] >= count:
-                return self._indices.pop(number)
+    def _upload(self, index: Index, block_ids: Sequence[int]) -> torch.Tensor:
+        index.fill(block_ids)
+        on_host, on_device = (part[: len(block_ids)] for part in index)
         with self._terms.cuda.stream(self.kernels):
-            return self._new_index(count)
+            # non_blocking: the piece has this index until its half is free.
+            on_device.copy_(on_host, non_blocking=True)
+        return on_device
 
     def _store_piece(
         self, half: _Half, index: torch.Tensor, rows: Sequence[int]
     ) -> None:
-        # [Note: event order] gather after the copies that still read this half.
-        self.kernels.wait_event(half.free)
         with self._terms.cuda.stream(self.kernels):
-            for segment, part in self._parts(half.scratch, len(rows)):
-                torch.index_select(segment, 0, index, out=part)
+            for segment, part in half.parts:
+                torch.index_select(segment, 0, index, out=part[: len(rows)])
             half.filled.record(self.kernels)
         # [Note: event order] copy after the kernels that fill this half.
         self.copies.wait_event(half.filled)
         with self._terms.cuda.stream(self.copies):
-            for start, row, length in runs_of(range(len(rows)), rows):
+            for start, row, length in self._runs(rows):
                 # non_blocking: the row is pinned by the manager until `done`.
                 self._pool[row : row + length].copy_(
                     half.scratch[start : start + length], non_blocking=True
@@ -268,10 +292,8 @@ class Lane:
     def _load_piece(
         self, half: _Half, index: torch.Tensor, rows: Sequence[int]
     ) -> None:
-        # [Note: event order] copy after the kernels that still read this half.
-        self.copies.wait_event(half.free)
         with self._terms.cuda.stream(self.copies):
-            for start, row, length in runs_of(range(len(rows)), rows):
+            for start, row, length in self._runs(rows):
                 # non_blocking: the row is pinned by the manager until `done`.
                 half.scratch[start : start + length].copy_(
                     self._pool[row : row + length], non_blocking=True
@@ -280,15 +302,20 @@ class Lane:
         # [Note: event order] scatter after the copies that fill this half.
         self.kernels.wait_event(half.filled)
         with self._terms.cuda.stream(self.kernels):
-            for segment, part in self._parts(half.scratch, len(rows)):
-                segment.index_copy_(0, index, part)
+            for segment, part in half.parts:
+                segment.index_copy_(0, index, part[: len(rows)])
             half.free.record(self.kernels)
 
-    def _parts(
-        self, scratch: torch.Tensor, num_rows: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields each segment of the cache with its part of the scratch."""
-        for segment in self._layout.segments:
-            end = segment.offset + segment.num_bytes
-            part = scratch[:num_rows, segment.offset : end].view(self._layout.word)
-            yield segment.view, part
+    def _runs(self, rows: Sequence[int]) -> Iterator[Run]:
+        """Yields the runs of a piece; the blocks are rows of the scratch."""
+        return runs_within(range(len(rows)), rows, self._rows_per_pin)
+
+
+def _new_stream(cuda: Any, priority: int) -> Any:
+    """Returns a stream that is not the model's.
+
+    torch has 32 streams of a priority and hands them out by turns, so the next one can
+    be that which the model runs on.
+    """
+    stream = cuda.Stream(priority=priority)
+    return cuda.Stream(priority=priority) if stream == cuda.current_stream() else stream

@@ -1,14 +1,17 @@
-"""Which cores are near the memory that a worker should use."""
+"""Which cores a worker should use, and which are near its memory."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-__all__ = ["cores_near", "process_cores"]
+__all__ = ["cores_near", "leave_the_models_cores", "process_cores"]
+
+logger = logging.getLogger(__name__)
 
 _NODES: Final = Path("/sys/devices/system/node")
 _PCI: Final = Path("/sys/bus/pci/devices")
@@ -25,6 +28,22 @@ def process_cores() -> set[int]:
         return set().union(*(os.sched_getaffinity(thread) for thread in threads))
     except (AttributeError, OSError):
         return set()
+
+
+def leave_the_models_cores() -> None:
+    """Lets this thread run wherever the process may.
+
+    vLLM binds the model's thread to one core, and new threads inherit that; here the
+    copies would compete with the model while other cores idle. The choice among the
+    cores is the kernel's: one that idles for this process may be another worker's.
+    """
+    cores = process_cores()
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        logger.debug("The copy thread keeps its cores: %s", error)
 
 
 def cores_near(device: torch.device) -> tuple[int | None, set[int]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
-from vllm_ctx_offload.worker.copy import runs_of
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
+from vllm_ctx_offload.worker.runs import Run, runs_of
 
-__all__ = ["Pages", "Path", "choose_path", "copy_all"]
+__all__ = ["Pages", "Path", "choose_path", "copy_all", "runs_within"]
 
 
 class Path(Enum):
@@ -24,29 +24,28 @@ class Path(Enum):
     DIRECT = "direct"
 
 
-class _Limit(NamedTuple):
-    min_page_bytes: int
-    max_copies: int
-
-
-# Where DIRECT is taken: the first line that fits decides. The figures are reckoned,
-# not measured (`benchmarks/transfer.py --path` measures both ways on a GPU). A copy
-# through torch costs about 5 us of its thread. A PCIe 5 link, the fastest that these
-# copies meet, moves 512 KiB in 10 us: from there on the link is the limit and not the
-# launches, and DIRECT saves the pass over device memory and the kernels beside the
-# model's. Below, many launches wait for one another and STAGED is the faster one. The
-# number of copies keeps a job within the 1,024 launches that the driver queues; larger
-# ones make the thread wait, which the copies of 2 MiB and more are worth.
-_DIRECT: Final = (
-    _Limit(min_page_bytes=2 * 1024**2, max_copies=8192),
-    _Limit(min_page_bytes=512 * 1024, max_copies=1024),
-)
+# Pages from here on are copied directly. The figure is reckoned, not measured
+# (`benchmarks/transfer.py --path` measures both ways on a GPU). A copy through torch
+# costs about 5 us of its thread. A PCIe 5 link, the fastest that these copies meet,
+# moves 512 KiB in 10 us: from there on the link is the limit and not the launches, and
+# DIRECT saves the pass over device memory and the kernels beside the model's. Below,
+# many launches wait for one another and STAGED is the faster one.
+_MIN_DIRECT_BYTES: Final = 512 * 1024
 
 
 class Pages:
-    """The pages of cache and pool: what is contiguous in both."""
+    """The pages of cache and pool: what is contiguous in both.
 
-    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
+    Args:
+        layout: of the cache.
+        pool: uint8 [num_rows, bytes_per_row].
+        rows_per_pin: see `runs_within`.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, pool: torch.Tensor, rows_per_pin: int
+    ) -> None:
+        self._rows_per_pin = rows_per_pin
         self._device = [segment.view for segment in layout.segments]
         self._host = [
             pool[:, s.offset : s.offset + s.num_bytes].view(layout.word)
@@ -55,10 +54,7 @@ class Pages:
         # Only with one segment are neighbouring rows one range on the host.
         self._in_runs = len(self._device) == 1 and self._device[0].is_contiguous()
         self.min_bytes = min(segment.num_bytes for segment in layout.segments)
-
-    def num_copies(self, num_blocks: int) -> int:
-        """Returns the most copies that a job of so many blocks can take."""
-        return num_blocks * len(self._device)
+        self.per_block = len(self._device)
 
     def pairs(
         self, block_ids: Sequence[int], rows: Sequence[int]
@@ -67,7 +63,7 @@ class Pages:
         on_device: list[torch.Tensor] = []
         on_host: list[torch.Tensor] = []
         if self._in_runs:
-            for block, row, length in runs_of(block_ids, rows):
+            for block, row, length in runs_within(block_ids, rows, self._rows_per_pin):
                 on_device.append(self._device[0][block : block + length])
                 on_host.append(self._host[0][row : row + length])
             return on_device, on_host
@@ -77,16 +73,27 @@ class Pages:
         return on_device, on_host
 
 
-def choose_path(pages: Pages, num_blocks: int, *, pinned: bool) -> Path:
-    """Returns the way for a job of so many blocks."""
+def runs_within(
+    block_ids: Sequence[int], rows: Sequence[int], rows_per_pin: int
+) -> Iterator[Run]:
+    """Yields the runs of (block, row) pairs, none over rows of two pieces of the pool.
+
+    CUDA refuses a copy whose host memory was not pinned by one call ("invalid
+    argument"), also where the pieces are neighbours.
+    """
+    for block, first, length in runs_of(block_ids, rows):
+        row, end = first, first + length
+        while row < end:
+            part = min(end - row, rows_per_pin - row % rows_per_pin)
+            yield Run(block + row - first, row, part)
+            row += part
+
+
+def choose_path(pages: Pages, *, pinned: bool) -> Path:
+    """Returns the way for all jobs over these pages."""
     # A copy from or to pageable memory holds up its thread: the fewer the better.
-    if not pinned:
-        return Path.STAGED
-    for limit in _DIRECT:
-        if pages.min_bytes >= limit.min_page_bytes:
-            fits = pages.num_copies(num_blocks) <= limit.max_copies
-            return Path.DIRECT if fits else Path.STAGED
-    return Path.STAGED
+    large = pages.min_bytes >= _MIN_DIRECT_BYTES
+    return Path.DIRECT if pinned and large else Path.STAGED
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

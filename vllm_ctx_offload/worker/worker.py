@@ -187,7 +187,7 @@ def _make_transfer(layout: BlockLayout, pool: HostPool) -> Transfer:
     if device == "cpu":
         return CpuTransfer(layout, pool.rows)
     if device == "cuda":
-        terms = DeviceTerms(torch.cuda, pool.pinned, SCRATCH_BYTES)
+        terms = DeviceTerms(torch.cuda, pool.pinned_rows, SCRATCH_BYTES)
         return CudaTransfer(layout, pool.rows, terms)
     raise ConfigError(
         f"CtxOffloadConnector: the KV cache lies on a '{device}' device, but only "

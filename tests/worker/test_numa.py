@@ -1,9 +1,8 @@
-"""A copy thread keeps to itself, and memory is near the cores that use it."""
+"""A copy thread leaves the model's core, and memory is near the cores that use it."""
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.worker import copy_thread, numa
-from vllm_ctx_offload.worker.copy_thread import (
-    give_way_to_the_model,
-    leave_the_models_cores,
-)
-from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
-from vllm_ctx_offload.worker.kv_layout import derive_layout
+from vllm_ctx_offload.worker import numa
+from vllm_ctx_offload.worker.numa import leave_the_models_cores
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="no affinity on this system"
@@ -52,62 +45,10 @@ def test_a_thread_started_from_a_bound_one_leaves_its_core() -> None:
 def test_where_cores_are_not_known_the_thread_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(copy_thread, "process_cores", set)
+    monkeypatch.setattr(numa, "process_cores", set)
     leave_the_models_cores()
-    monkeypatch.setattr(copy_thread, "process_cores", lambda: {10_000})
+    monkeypatch.setattr(numa, "process_cores", lambda: {10_000})
     leave_the_models_cores()
-
-
-def niceness(thread: int = 0) -> int:
-    return os.getpriority(os.PRIO_PROCESS, thread)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the process's")
-def test_the_copy_thread_is_nicer_than_the_model_and_no_other_thread_is() -> None:
-    before = niceness()
-
-    def copy() -> tuple[int, object]:
-        give_way_to_the_model()
-        return niceness(), in_thread(niceness_of_main)
-
-    def niceness_of_main() -> int:
-        return niceness(threading.main_thread().native_id or 0)
-
-    assert in_thread(copy) == (min(before + 10, 19), before)
-    assert niceness() == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the process's")
-def test_stores_give_way_to_the_model_and_loads_which_are_waited_for_do_not() -> None:
-    layout = derive_layout({"l": torch.zeros(4, 5)}, 4)
-    transfer = CpuTransfer(layout, torch.zeros((4, 20), dtype=torch.uint8))
-    found = {}
-    for to_host, thread in transfer._threads.items():
-        transfer.submit(TransferJob(0, "r", (0,), (0,)), to_host=to_host)
-        while not transfer.poll(60.0):
-            pass
-        assert thread.native_id is not None
-        found[to_host] = niceness(thread.native_id) - niceness()
-    assert found == {True: min(10, 19 - niceness()), False: 0}
-    transfer.close()
-
-
-@pytest.mark.parametrize("lacking", ["the right", "the call"])
-def test_a_priority_that_cannot_be_lowered_is_no_fault(
-    lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*args: object) -> None:
-        raise PermissionError("not here")
-
-    if lacking == "the right":
-        monkeypatch.setattr(copy_thread.os, "setpriority", refuse)
-    else:
-        monkeypatch.delattr(copy_thread.os, "setpriority")
-    with caplog.at_level("DEBUG"):
-        give_way_to_the_model()
-    (record,) = caplog.records
-    assert record.levelname == "DEBUG"
-    assert "keeps its priority" in record.getMessage()
 
 
 @pytest.fixture
