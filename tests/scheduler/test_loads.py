@@ -73,6 +73,49 @@ def test_asking_again_keeps_one_lease(bench: Bench) -> None:
         bench.check()
 
 
+def test_asking_again_for_the_same_leaves_all_as_it_is(bench: Bench) -> None:
+    """vLLM asks in every step while a request finds no free blocks."""
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    lease, uses = state_of(bench, request).lease, bench.manager._policy._stamp
+    assert bench.lookup(request) == (16, True)
+    assert state_of(bench, request).lease is lease
+    assert bench.manager._policy._stamp == uses
+
+
+def test_a_lease_on_what_was_removed_since_is_not_kept(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    keys, context = state_of(bench, request).keys, state_of(bench, request).req_context
+    bench.manager.remove(keys[2:], context)
+    assert bench.lookup(request) == (8, True)
+    assert state_of(bench, request).lease.keys == tuple(keys[:2])
+    assert bench.manager.num_resident == 2
+
+
+def test_a_lease_is_given_back_while_the_request_waits_for_more(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(24)
+    bench.lookup(request)
+    other = bench.add(24, "other")
+    bench.run(other, 24, list(range(6)))
+    assert bench.lookup(request) == (None, False)
+    assert state_of(bench, request).lease is None
+
+
+def test_a_lease_on_other_tokens_is_not_kept(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    other = bench.add(20, "other", block_hashes=[b"x%d" % i for i in range(5)])
+    bench.end(*[job.job_id for job in bench.run(other, 20, list(range(5))).stores])
+    request.block_hashes = other.block_hashes
+    assert bench.lookup(request) == (16, True)
+    assert state_of(bench, request).lease.keys == tuple(state_of(bench, other).keys[:4])
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
