@@ -128,8 +128,12 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, connector_output: vllm_api.KVConnectorOutput
     ) -> None:
         metadata = connector_output.kv_connector_worker_meta
+        report = WorkerReport()
         if isinstance(metadata, vllm_api.CtxOffloadWorkerMetadata):
-            self._scheduler_side.on_worker_report(metadata.report)
+            report = metadata.report
+        self._scheduler_side.on_worker_report(
+            report, connector_output.invalid_block_ids
+        )
 
     def request_finished(
         self, request: vllm_api.Request, block_ids: list[int]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from scheduler.bench import Bench, FakeRequest
 
-from vllm_ctx_offload.messages import TransferJob, TransferPlan
+from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.scheduler.request_state import Lease, Status
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -359,3 +360,27 @@ class TestWaiting:
         assert bench.lookup(request, now=5.0) == (0, False)
         bench.planner.on_allocated(request, [[]], 0)
         assert '["load_wait_seconds"]' not in bench.stats.take()
+
+
+def test_stores_beside_a_failed_load_of_ours_are_kept(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4, 5]], 16)
+    (load,) = bench.idle().loads
+    other = bench.add(16, "other", block_hashes=[b"x%d" % i for i in range(4)])
+    (store,) = bench.run(other, 16, [6, 7, 8, 9]).stores
+    report = WorkerReport(Counter({load.job_id: 1, store.job_id: 1}), {load.job_id})
+    bench.planner.on_worker_report(report, bad_blocks={1, 2, 3, 4})
+    assert bench.manager.num_resident == 4
+
+
+def test_stores_beside_a_failed_load_of_another_connector_are_not(
+    bench: Bench,
+) -> None:
+    bench.store(16)
+    request = bench.add(16, block_hashes=[b"x%d" % i for i in range(4)])
+    (store,) = bench.run(request, 16, [6, 7, 8, 9]).stores
+    bench.planner.on_worker_report(WorkerReport(), bad_blocks={6})
+    bench.end(store.job_id)
+    assert bench.manager.num_resident == 4
