@@ -62,7 +62,9 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._failed_loads: dict[str, set[int]] = {}
         self._loads_fail_whole = plan.loads_fail_whole
         if role is vllm_api.KVConnectorRole.WORKER:
-            self._worker = OffloadWorker(plan)
+            # Of a model with experts; those of others do not know of each other.
+            num_engines = vllm_config.parallel_config.data_parallel_size
+            self._worker = OffloadWorker(plan, in_lockstep=num_engines > 1)
             return
         self._plan = plan
         self._scheduler = SchedulerSide(
@@ -128,8 +130,12 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, connector_output: vllm_api.KVConnectorOutput
     ) -> None:
         metadata = connector_output.kv_connector_worker_meta
+        report = WorkerReport()
         if isinstance(metadata, vllm_api.CtxOffloadWorkerMetadata):
-            self._scheduler_side.on_worker_report(metadata.report)
+            report = metadata.report
+        self._scheduler_side.on_worker_report(
+            report, connector_output.invalid_block_ids
+        )
 
     def request_finished(
         self, request: vllm_api.Request, block_ids: list[int]

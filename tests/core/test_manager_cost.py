@@ -139,6 +139,26 @@ def test_eviction_passes_over_the_pinned_only(num_pinned: int) -> None:
     assert works[1] <= works[0] + 20 * (num_pinned // CHAIN_LENGTH)
 
 
+def test_a_store_passes_over_pinned_chunks_once_though_accounts_give_in_turn() -> None:
+    """The tails of two chains are being loaded; their heads go one by one."""
+    works, length = [], 400
+    for first_pinned in (length, length // 2):
+        accounts = {name: AccountTerms() for name in ("acme", "zeta")}
+        manager = make_manager(2 * length, accounts=accounts)
+        for tenant in accounts:
+            chain = [b"%s/%d" % (tenant.encode(), depth) for depth in range(length)]
+            context = ReqContext(tenant, tenant=tenant)
+            store(manager, chain, context)
+            manager.prepare_load(chain[first_pinned:], context)
+        chain = [b"new/%d" % depth for depth in range(100)]
+        works.append(
+            count_lines(lambda m=manager, c=chain: m.prepare_store(c, EMPTY_CONTEXT))
+        )
+        manager.check_invariants()
+        assert len(manager._storing) == 100
+    assert works[1] <= works[0] + 5 * length
+
+
 def test_hints_cost_by_the_request_and_not_by_the_chunk() -> None:
     """A release of a session that holds everything takes as long as one of a chain."""
     works = []

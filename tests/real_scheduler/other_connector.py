@@ -21,6 +21,7 @@ class Fill(NamedTuple):
     first: int
     end: int
     view: TokenView
+    fails: bool = False
 
 
 @dataclass
@@ -29,11 +30,16 @@ class OtherMetadata(KVConnectorMetadata):
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):
-    """Has the KV of every request's first `has_tokens` tokens; loads them in a step."""
+    """Has the KV of every request's first `has_tokens` tokens; loads them in a step.
+
+    Or, if `synchronous`, before the forward pass of the step that admits the request.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.has_tokens = 0
+        self.synchronous = False
+        self.fails = False
         self.num_admitted = 0
         self._plan: list[Fill] = []
         self._generation = 0
@@ -46,7 +52,7 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         num_tokens = min(self.has_tokens, request.num_tokens - 1) - num_computed_tokens
-        return max(num_tokens, 0), num_tokens > 0
+        return max(num_tokens, 0), num_tokens > 0 and not self.synchronous
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
@@ -60,6 +66,7 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
                 end - num_external_tokens,
                 end,
                 TokenView(request.all_token_ids),
+                self.fails,
             )
             self._plan.append(fill)
 
@@ -85,17 +92,19 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
         raise NotImplementedError
 
     def make_sim_tier(self, device: SimDevice) -> OtherTier:
-        return OtherTier(device)
+        return OtherTier(device, self)
 
 
 class OtherTier:
-    """Writes what it has as soon as it may."""
+    """Writes what it has as soon as it may, or KV of other weights if it fails."""
 
     idle = True
 
-    def __init__(self, device: SimDevice) -> None:
+    def __init__(self, device: SimDevice, connector: OtherConnector) -> None:
         self._device = device
+        self._connector = connector
         self._loaded: set[str] = set()
+        self._failed: dict[str, set[int]] = {}
 
     def before_forward(self, plan: list[Fill]) -> None:
         """It has no stores to fence."""
@@ -105,12 +114,18 @@ class OtherTier:
         for fill in plan:
             for position in range(fill.first, fill.end):
                 block = self._device.blocks[fill.block_ids[position // size]]
-                block[position % size] = (0, fill.view.prefix_hashes[position])
-            self._loaded.add(fill.request_id)
+                weights = -3 if fill.fails else 0
+                block[position % size] = (weights, fill.view.prefix_hashes[position])
+            if fill.fails:
+                blocks = fill.block_ids[fill.first // size : -(-fill.end // size)]
+                self._failed[fill.request_id] = set(blocks)
+            if not self._connector.synchronous:
+                self._loaded.add(fill.request_id)
 
     def start_stores(self, plan: list[Fill]) -> None:
         """It stores nothing."""
 
     def finish_step(self) -> TierResult:
         loaded, self._loaded = self._loaded, set()
-        return TierResult(loaded_requests=loaded)
+        failed, self._failed = self._failed, {}
+        return TierResult(loaded_requests=loaded, failed_loads=failed)

@@ -35,10 +35,12 @@ class SimModel:
         forwards: list[Forward | StateForward] = []
         sampled: dict[str, list[int]] = {}
         for request_id, count in output.num_scheduled_tokens.items():
-            if request_id in fresh:
+            request = self._scheduler.requests[request_id]
+            # The latter after a load that failed beneath a running request.
+            begins = not (starts[request_id] or request.num_output_placeholders)
+            if request_id in fresh or begins:
                 self._states.forget(request_id)
-                tokens = self._scheduler.requests[request_id].all_token_ids
-                self.views[request_id] = TokenView(tokens)
+                self.views[request_id] = TokenView(request.all_token_ids)
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             first = starts[request_id]
             hashes = self._hashes(request_id, first, count, drafts)

@@ -85,6 +85,32 @@ def test_what_another_one_loaded_is_stored_once_it_is_there(
     assert engine.num_scheduled[request.request_id] == 8
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_nothing_is_kept_that_was_computed_from_a_failed_load_of_another_one(
+    make_engine: MakeEngine, async_scheduling: bool, policy: str
+) -> None:
+    """
+    1. The other one loads before the forward pass that goes on from there. It fails,
+       but that is known only after the step, of which all chunks are being stored.
+    2. vLLM computes the request again, or ends it, with chunks left to store late.
+    """
+    engine = make_engine(
+        kv_transfer={
+            **multi(our_part(16), OTHER),
+            "kv_load_failure_policy": policy,
+        },
+        async_scheduling=async_scheduling,
+    )
+    other = other_of(engine)
+    other.has_tokens, other.synchronous, other.fails = 128, True, True
+    engine.run(PROMPT)
+    assert host_manager(engine.side).num_resident == 0
+    other.has_tokens = 0
+    engine.scheduler.reset_prefix_cache()
+    engine.run(PROMPT)
+    assert host_manager(engine.side).num_resident == 6
+
+
 @pytest.mark.parametrize("sizes", [(3, 64), (64, 3)], ids=["small first", "small last"])
 def test_two_of_ours_keep_their_jobs_apart(
     make_engine: MakeEngine, async_scheduling: bool, sizes: tuple[int, int]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from scheduler.bench import Bench, FakeRequest
 
-from vllm_ctx_offload.messages import TransferJob, TransferPlan
+from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.scheduler.request_state import Lease, Status
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -71,6 +72,49 @@ def test_asking_again_keeps_one_lease(bench: Bench) -> None:
         bench.lookup(request, num_local=num_local)
         assert bench.manager.num_pinned == 4 - num_local // 4
         bench.check()
+
+
+def test_asking_again_for_the_same_leaves_all_as_it_is(bench: Bench) -> None:
+    """vLLM asks in every step while a request finds no free blocks."""
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    lease, uses = state_of(bench, request).lease, bench.manager._policy._stamp
+    assert bench.lookup(request) == (16, True)
+    assert state_of(bench, request).lease is lease
+    assert bench.manager._policy._stamp == uses
+
+
+def test_a_lease_on_what_was_removed_since_is_not_kept(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    keys, context = state_of(bench, request).keys, state_of(bench, request).req_context
+    bench.manager.remove(keys[2:], context)
+    assert bench.lookup(request) == (8, True)
+    assert state_of(bench, request).lease.keys == tuple(keys[:2])
+    assert bench.manager.num_resident == 2
+
+
+def test_a_lease_is_given_back_while_the_request_waits_for_more(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(24)
+    bench.lookup(request)
+    other = bench.add(24, "other")
+    bench.run(other, 24, list(range(6)))
+    assert bench.lookup(request) == (None, False)
+    assert state_of(bench, request).lease is None
+
+
+def test_a_lease_on_other_tokens_is_not_kept(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    other = bench.add(20, "other", block_hashes=[b"x%d" % i for i in range(5)])
+    bench.end(*[job.job_id for job in bench.run(other, 20, list(range(5))).stores])
+    request.block_hashes = other.block_hashes
+    assert bench.lookup(request) == (16, True)
+    assert state_of(bench, request).lease.keys == tuple(state_of(bench, other).keys[:4])
 
 
 @pytest.mark.parametrize(
@@ -316,3 +360,27 @@ class TestWaiting:
         assert bench.lookup(request, now=5.0) == (0, False)
         bench.planner.on_allocated(request, [[]], 0)
         assert '["load_wait_seconds"]' not in bench.stats.take()
+
+
+def test_stores_beside_a_failed_load_of_ours_are_kept(bench: Bench) -> None:
+    bench.store(16)
+    request = bench.add(20)
+    bench.lookup(request)
+    bench.planner.on_allocated(request, [[1, 2, 3, 4, 5]], 16)
+    (load,) = bench.idle().loads
+    other = bench.add(16, "other", block_hashes=[b"x%d" % i for i in range(4)])
+    (store,) = bench.run(other, 16, [6, 7, 8, 9]).stores
+    report = WorkerReport(Counter({load.job_id: 1, store.job_id: 1}), {load.job_id})
+    bench.planner.on_worker_report(report, bad_blocks={1, 2, 3, 4})
+    assert bench.manager.num_resident == 4
+
+
+def test_stores_beside_a_failed_load_of_another_connector_are_not(
+    bench: Bench,
+) -> None:
+    bench.store(16)
+    request = bench.add(16, block_hashes=[b"x%d" % i for i in range(4)])
+    (store,) = bench.run(request, 16, [6, 7, 8, 9]).stores
+    bench.planner.on_worker_report(WorkerReport(), bad_blocks={6})
+    bench.end(store.job_id)
+    assert bench.manager.num_resident == 4

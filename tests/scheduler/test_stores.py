@@ -123,6 +123,20 @@ def test_where_blocks_are_freed_early_nothing_waits(make_bench: MakeBench) -> No
     assert decode(bench, request, 4 * 129, num_groups=2) == [4 * 129]
 
 
+@pytest.mark.parametrize(("window", "wait"), [(15, 1), (16, 2), (31, 3)])
+def test_what_a_window_still_holds_waits_no_longer_than_half_of_it(
+    make_bench: MakeBench, window: int, wait: int
+) -> None:
+    groups = (GroupShape(4), GroupShape(4, window=window))
+    bench = make_bench(num_slots=600, prompt_only=False, groups=groups)
+    request = bench.add(4 * 192)
+    bench.run(request, 4 * 192, *[list(range(1, 193))] * 2)
+    steps = decode(bench, request, 4 * 204, num_groups=2)
+    assert steps == list(range(4 * (192 + wait), 4 * 205, 4 * wait))[: len(steps)]
+    num_stored = bench.manager.num_resident
+    assert num_stored == 2 * steps[-1] // 4
+
+
 @pytest.mark.parametrize(("cap", "expected"), [(0, ()), (7, (1,)), (99, (1, 2, 3))])
 def test_cap_bounds_what_is_stored(
     bench: Bench, cap: int, expected: tuple[int, ...]

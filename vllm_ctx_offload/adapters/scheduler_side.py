@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from vllm_ctx_offload.adapters.gauges import PoolGauges
@@ -146,10 +146,12 @@ class SchedulerSide:
             plan = TransferPlan(loads=loads)
         return plan
 
-    def on_worker_report(self, report: WorkerReport) -> None:
+    def on_worker_report(
+        self, report: WorkerReport, bad_blocks: Set[int] = frozenset()
+    ) -> None:
         self._attempt(
             "update_connector_output",
-            lambda: self.planner.on_worker_report(report),
+            lambda: self.planner.on_worker_report(report, bad_blocks),
             None,
         )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from vllm_ctx_offload.core.order import Run
+from vllm_ctx_offload.core.order import EvictionOrder, Run
 from vllm_ctx_offload.core.runs import RunTable
 from vllm_ctx_offload.core.tenants import Account
 
@@ -33,6 +33,19 @@ class Room(NamedTuple):
     reason: str | None  # why not more
 
 
+class _Queue:
+    """Runs in the order in which they go; one that has nothing to give leaves it."""
+
+    __slots__ = ("_runs", "head")
+
+    def __init__(self, runs: Iterator[Run]) -> None:
+        self._runs = runs
+        self.head = next(runs, None)
+
+    def drop_head(self) -> None:
+        self.head = next(self._runs, None)
+
+
 class RoomMaker:
     """Makes room for one store; its victims are out of their runs and accounts.
 
@@ -44,6 +57,9 @@ class RoomMaker:
 
     A tenant's own chunk gives way to no chunk that is worth less to the tenant: of a
     lower priority, or of the same and expected back later.
+
+    Chunks may be taken one by one from several accounts in turn, so what is passed over
+    is passed over once: the orders change only when `finish` is called.
     """
 
     def __init__(
@@ -63,6 +79,11 @@ class RoomMaker:
         self._reason = REJECT_FULL
         self._num_granted = 0
         self._aside: list[Account] = []
+        self._released = _Queue(iter(table.released))
+        self._queues: dict[EvictionOrder, _Queue] = {}
+        self._emptied: list[Run] = []
+        # The pinned chunks that were found at the end of a run, the last one first.
+        self._passed: dict[Run, list[tuple[bytes, int]]] = {}
         self.victims: list[tuple[bytes, int]] = []  # key and slot
         self.evicted: Counter[str] = Counter()  # by the name of who held them
         # Of these, what others took of a reservation, released chunks aside. Always
@@ -93,13 +114,17 @@ class RoomMaker:
         return Room(granted, None)
 
     def finish(self) -> None:
-        """Brings the accounts' places up to date."""
+        """Brings the orders and the accounts' places up to date."""
+        for run, pinned in self._passed.items():
+            run.chunks.update(reversed(pinned))
+        for run in self._emptied:
+            self._table.forget(run)
         for account in (*self._aside, self._account):
             self._table.accounts.grew(account)
 
     def _take_any(self, want: int, priority: int) -> int:
         account, accounts = self._account, self._table.accounts
-        if got := self._take(self._table.released, want):
+        if got := self._take(self._released, want):
             return got
         if self._plain:
             return self._take_own(want, priority, REJECT_FULL)
@@ -125,7 +150,7 @@ class RoomMaker:
         # What was granted already has no pins yet.
         if sum(a.resident - a.num_pinned for a in payers) == self._num_granted:
             return 0
-        return self._take(self._account.order.victims(self._now), want, priority)
+        return self._take(self._queue(self._account), want, priority)
 
     def _take_from(self, other: Account, want: int) -> int:
         """Takes from the furthest account for as long as it stays the furthest."""
@@ -138,28 +163,30 @@ class RoomMaker:
             other.excess - self._table.accounts.next_excess()
         ) * other.weight
         most = max(int(min(ahead_of_us, ahead_of_next)), 1)
-        got = self._take(other.order.victims(self._now), min(want, most))
+        got = self._take(self._queue(other), min(want, most))
         if other.resident < other.reserved:
             self.breached[other.name] += min(got, other.reserved - other.resident)
         return got
 
-    def _take(self, runs: Iterable[Run], want: int, priority: int | None = None) -> int:
+    def _queue(self, account: Account) -> _Queue:
+        queue = self._queues.get(account.order)
+        if queue is None:
+            queue = _Queue(account.order.victims(self._now))
+            self._queues[account.order] = queue
+        return queue
+
+    def _take(self, queue: _Queue, want: int, priority: int | None = None) -> int:
         """Takes up to `want` chunks, none worth more than a store of `priority`."""
         got = 0
-        emptied: list[Run] = []
-        for run in runs:
-            if run.num_pinned == len(run.chunks):
+        while got < want and (run := queue.head) is not None:
+            num_passed = len(self._passed.get(run, ()))
+            if run.num_pinned == len(run.chunks) + num_passed:
+                queue.drop_head()
                 continue
             if priority is not None and (reason := self._worth_more(run, priority)):
                 self._reason = reason
                 break
             got += self._take_tail(run, want - got)
-            if not run.chunks:
-                emptied.append(run)
-            if got == want:
-                break
-        for run in emptied:
-            self._table.forget(run)
         return got
 
     def _worth_more(self, run: Run, priority: int) -> str | None:
@@ -182,11 +209,12 @@ class RoomMaker:
             count = min(want, len(chunks))
             victims.extend([chunks.popitem() for _ in range(count)])
         else:
-            kept: list[tuple[bytes, int]] = []
+            passed = self._passed.setdefault(run, [])
             while chunks and len(victims) - num_before < want:
                 item = chunks.popitem()
-                (kept if item[1] in pins else victims).append(item)
-            chunks.update(reversed(kept))
+                (passed if item[1] in pins else victims).append(item)
+        if not chunks and not run.num_pinned:
+            self._emptied.append(run)
         got = len(victims) - num_before
         run.account.resident -= got
         self._table.count_protected(run, -got)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from vllm_ctx_offload.context import ReqContext
@@ -88,6 +88,17 @@ class JobTable:
             else:
                 self._forget_reads(job)
             yield job
+
+    def fail_stores_after(self, bad_blocks: Set[int], report: WorkerReport) -> None:
+        """Fails all open stores if a load that was not ours left bad blocks.
+
+        They may hold what was computed from it. Our own loads that failed are part of
+        the report; nothing was computed from those.
+        """
+        own = [self._jobs[job_id].block_ids for job_id in report.failed]
+        if not bad_blocks <= set().union(*own):
+            for job in self._jobs.values():
+                job.failed |= job.kind is JobKind.STORE
 
     def _forget_reads(self, job: Job) -> None:
         for block_id in job.block_ids:

@@ -26,7 +26,8 @@ class LoadPlanner:
 
     A positive answer may be asked for again, trimmed, or never followed by an
     admission, so it only takes a lease: pins on its chunks, owned by the request and
-    given back at its next lookup, admission, end or reset.
+    given back at its next lookup, unless that finds the same, and at its admission, end
+    or reset.
     """
 
     def __init__(
@@ -56,7 +57,6 @@ class LoadPlanner:
 
         None: ask again, a chunk is just being stored or the last load has failed.
         """
-        self.drop_lease(state)
         if state.load_failed and not state.stepped_back:
             # vLLM freed the blocks of the failed load, but has the request still at
             # the head of those that hold blocks: if it does not fit now, nobody behind
@@ -70,13 +70,16 @@ class LoadPlanner:
         keys = self._loadable_chain(state, num_local_tokens)
         end, pending = self._hit_boundary(state, keys, num_local_tokens)
         if pending and self._may_wait(state, now):
+            self.drop_lease(state)
             return None, False
         if state.wait_began is not None and state.waited_s is None:
             state.waited_s = now - state.wait_began
         hit_tokens = max(end - num_local_tokens, 0)
-        if hit_tokens:
-            self._take_lease(state, keys, num_local_tokens, end)
-        self._manager.touch(keys, state.req_context)
+        if not _is_leased(state.lease, keys, num_local_tokens, hit_tokens):
+            self.drop_lease(state)
+            if hit_tokens:
+                self._take_lease(state, keys, num_local_tokens, end)
+            self._manager.touch(keys, state.req_context)
         state.answer = LookupAnswer(lookup_tokens, hit_tokens, None)
         return hit_tokens, hit_tokens > 0
 
@@ -140,7 +143,7 @@ class LoadPlanner:
         Other than one that looks at everything, the group may miss something there too.
         """
         first, end = self._needed_chunks(group, boundary, num_local_tokens)
-        needed = self._chain.keys_of(group, keys)[first:end]
+        needed = self._chain.keys_of(group, keys, first, end)
         found = self._manager.lookup(needed, state.req_context)
         if found.num_ready < len(needed):
             if self._plan.groups[group].recurrent:
@@ -318,6 +321,20 @@ def promised_blocks(
         for group, table in zip(plan.groups, block_ids, strict=True)
         for block_id in table[(-num_tokens) // group.tokens_per_block :]
         if block_id != NULL_BLOCK
+    )
+
+
+def _is_leased(
+    lease: Lease | None, keys: Sequence[bytes], num_local_tokens: int, num_tokens: int
+) -> bool:
+    """Whether a lease is on just what was found.
+
+    While there are no free blocks, vLLM asks for the same request in every step.
+    """
+    return (
+        lease is not None
+        and (lease.start_token, lease.num_tokens) == (num_local_tokens, num_tokens)
+        and lease.keys[-1] == keys[lease.places[-1]]
     )
 
 

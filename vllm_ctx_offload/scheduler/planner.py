@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -187,8 +187,17 @@ class Planner:
 
     # ---- results and ends
 
-    def on_worker_report(self, report: WorkerReport) -> None:
-        """Settles the jobs that all workers have ended."""
+    def on_worker_report(
+        self, report: WorkerReport, bad_blocks: Set[int] = frozenset()
+    ) -> None:
+        """Settles the jobs that all workers have ended.
+
+        Args:
+            report: of all workers.
+            bad_blocks: that loads should have filled, of any connector.
+        """
+        if bad_blocks:
+            self._jobs.fail_stores_after(bad_blocks, report)
         for job in self._jobs.settle(report):
             if job.kind is JobKind.STORE:
                 self._manager.complete_store(job.keys, job.req_context, not job.failed)

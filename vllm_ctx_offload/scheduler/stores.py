@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from typing import Final, NamedTuple
 
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob
-from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.plan import GroupShape, OffloadPlan
 from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.jobs import JobKind, JobTable
 from vllm_ctx_offload.scheduler.request_state import NULL_BLOCK, RequestOffloadState
@@ -74,10 +75,20 @@ class StorePlanner:
         self._plan = plan
         self._chain = ChainShape(plan)
         self._may_have_holes = not all(shape.looks_at_all for shape in plan.groups)
+        # Spans that may wait to be offered before their first block is freed.
+        self._patience = min(map(self._num_kept, plan.groups))
         self._manager = manager
         self._jobs = jobs
         self._stats = stats
         self._prompt_only = prompt_only
+
+    def _num_kept(self, shape: GroupShape) -> float:
+        """Returns how many spans a request surely holds behind its last one."""
+        if shape.looks_at_all:
+            return math.inf
+        if shape.window is None:
+            return 0
+        return shape.window // 2 // self._chain.tokens_per_span
 
     def plan_store(
         self,
@@ -122,15 +133,16 @@ class StorePlanner:
         """Whether a chain is worth to be offered again, which costs by its length.
 
         While a request decodes, chains of n chunks wait for n/64 more, or for its end;
-        so a chunk costs the same however long the chain is. Not where blocks are freed
-        before the end: they could not be stored later.
+        so a chunk costs the same however long the chain is; where blocks are freed
+        before the end, no longer than they could be stored.
         """
-        if at_its_end or self._may_have_holes or num_spans <= state.num_offered:
+        if at_its_end or num_spans <= state.num_offered:
             return num_spans > state.num_offered
         num_in_prompt = state.request.num_prompt_tokens // self._chain.tokens_per_span
         if state.num_offered < num_in_prompt:
             return True
-        return num_spans - state.num_offered >= state.num_offered / _GROWTH
+        most = min(state.num_offered / _GROWTH, self._patience)
+        return num_spans - state.num_offered >= most
 
     def _show(self, state: RequestOffloadState, states: Sequence[FinalState]) -> None:
         """Puts states into the tables; only there can they be stored."""
