@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from real_scheduler.vllm_setup import (
     make_vllm_config,
     page_size,
 )
+from vllm.config import PoolerConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -51,6 +53,25 @@ class TestRefusals:
         kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["layer"], spec)]
         with pytest.raises(ConfigError, match=rf"1 KV cache group.*{name}"):
             vllm_api.check_environment(make_config(), kv_cache_config)
+
+    def test_attention_that_looks_ahead(self) -> None:
+        kv_cache_config = make_kv_cache_config(8, 32)
+        spec = FullAttentionSpec(**FULL, non_causal=True)
+        kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["layer"], spec)]
+        with pytest.raises(ConfigError, match="caches no prefixes of this model"):
+            vllm_api.check_environment(make_config(), kv_cache_config)
+
+    @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
+    def test_pooling_that_reads_the_whole_prompt(self, pooling: str) -> None:
+        """vLLM would compute the last tokens alone, and pool over those."""
+        config = make_config()
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.runner_type = "pooling"
+        config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST")
+        vllm_api.check_environment(config, make_kv_cache_config(8, 32))
+        config.model_config.pooler_config = PoolerConfig(seq_pooling_type=pooling)
+        with pytest.raises(ConfigError, match="pooling reads all tokens of a prompt"):
+            vllm_api.check_environment(config, make_kv_cache_config(8, 32))
 
     def test_groups_whose_blocks_lie_elsewhere(self) -> None:
         kv_cache_config = make_kv_cache_config(8, 32)

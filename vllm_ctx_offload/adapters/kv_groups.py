@@ -28,10 +28,13 @@ _SUPPORTED: Final = (
 _UNSUPPORTED: Final = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
 
 
-def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> None:
+def check_groups(
+    model_config: Any, kv_cache_config: Any, *, version: str, recomputes: bool
+) -> None:
     """Refuses models whose KV cache can't be offloaded.
 
     Args:
+        model_config: vLLM's.
         kv_cache_config: vLLM's.
         version: of vLLM, for the message.
         recomputes: whether it can recompute a failed load as a whole; then it also
@@ -51,6 +54,12 @@ def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> Non
             f"{kinds}, but only full, sliding-window and chunked-local attention, MLA "
             "and recurrent layers are supported yet; serve it without the connector."
         )
+    if not _has_prefixes(model_config, specs):
+        raise ConfigError(
+            "CtxOffloadConnector: vLLM caches no prefixes of this model, because its "
+            "attention is not causal or its pooling reads all tokens of a prompt, so "
+            "nothing can be loaded for it; serve it without the connector."
+        )
     recurrent = [spec for spec in specs if _is_a(spec, "MambaSpec")]
     modes = sorted({spec.mamba_cache_mode for spec in recurrent} - {"align"})
     if modes:
@@ -67,6 +76,17 @@ def check_groups(kv_cache_config: Any, *, version: str, recomputes: bool) -> Non
             "group of full attention; use a newer vLLM, or try "
             "--disable-hybrid-kv-cache-manager."
         )
+
+
+def _has_prefixes(model_config: Any, specs: list[Any]) -> bool:
+    """Whether the end of a prompt alone may be computed after what was kept.
+
+    Where not, vLLM switches its own prefix caching off, and asks us nevertheless.
+    """
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        return False
+    pooling = model_config.runner_type == "pooling"
+    return not pooling or model_config.is_prefix_caching_supported
 
 
 def _is_a(spec: Any, *names: str) -> bool:

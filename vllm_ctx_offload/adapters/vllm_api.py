@@ -221,6 +221,7 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 "tensor or data parallelism, or serve without the connector."
             )
     check_groups(
+        vllm_config.model_config,
         kv_cache_config,
         version=vllm.__version__,
         recomputes=KVConnectorTransferResults is not None,
@@ -295,9 +296,8 @@ def one_receipt(
 ) -> dict[str, Any] | None:
     """Returns the receipt, or None where another connector of ours has given one.
 
-    Two of ours can stand in one MultiConnector, which raises, and so ends the engine,
-    when two connectors return the same key. The first receipt then stands for all, and
-    the tokens that later ones have loaded are added to it.
+    A MultiConnector raises, and so ends the engine, if two return the same key. The
+    first receipt stands for all; the tokens that later ones have loaded are added.
     """
     if receipt is None:
         return None
