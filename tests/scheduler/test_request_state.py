@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from helpers import make_req_context
@@ -84,15 +85,35 @@ def test_a_chain_holds_the_chunks_of_all_groups_span_by_span() -> None:
     chain = state.chain(9, shape)
     assert chain[:5] == [b"a:prefix-0", b"a:prefix-1", *(p + b"prefix-2" for p in ENDS)]
     assert chain[5:] == [b"a:prefix-3", b"a:prefix-4", *(p + b"prefix-5" for p in ENDS)]
-    assert shape.keys_of(0, chain) == [b"a:prefix-%d" % index for index in range(6)]
-    assert shape.keys_of(2, chain) == [b"c:prefix-2", b"c:prefix-5"]
+    ones = [b"a:prefix-%d" % index for index in range(6)]
+    for first in range(7):
+        for end in range(first, 7):
+            assert shape.keys_of(0, chain, first, end) == ones[first:end]
+    assert shape.keys_of(2, chain, 0, 2) == [b"c:prefix-2", b"c:prefix-5"]
     for group in range(3):
         chunks = range(shape.num_chunks(group, 2))
         places = [shape.place(group, chunk) for chunk in chunks]
-        assert [chain[place] for place in places] == shape.keys_of(group, chain)
+        found = shape.keys_of(group, chain, 0, len(places))
+        assert [chain[place] for place in places] == found
         assert [shape.chunk_at(place) for place in places] == [
             (group, chunk) for chunk in chunks
         ]
+
+
+def test_keys_of_a_group_cost_by_what_is_asked_for() -> None:
+    """A lookup asks for one after another where states are missing."""
+
+    class Chain(list[bytes]):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            part = super().__getitem__(index)
+            self.num_read += len(part)
+            return part
+
+    chain = Chain([b"key"] * 5000)
+    assert len(make_chain(4, 12, 12).keys_of(0, chain, 2995, 2998)) == 3
+    assert chain.num_read <= 10
 
 
 def test_chain_grows_with_the_hashes() -> None:

@@ -51,10 +51,14 @@ class ChainShape:
         group, index = self._columns[column]
         return group, span * self._chunks[group] + index
 
-    def keys_of(self, group: int, chain: Sequence[bytes]) -> list[bytes]:
-        """Returns the keys of one group's chunks, in their order."""
+    def keys_of(
+        self, group: int, chain: Sequence[bytes], first: int, end: int
+    ) -> list[bytes]:
+        """Returns the keys of one group's chunks from `first` up to `end`, in order."""
         count, start = self._chunks[group], self._starts[group]
-        keys = [b""] * (len(chain) // self.keys_per_span * count)
+        span = first // count
+        spans = chain[span * self.keys_per_span : -(-end // count) * self.keys_per_span]
+        keys = [b""] * (len(spans) // self.keys_per_span * count)
         for index in range(count):
-            keys[index::count] = chain[start + index :: self.keys_per_span]
-        return keys
+            keys[index::count] = spans[start + index :: self.keys_per_span]
+        return keys[first - span * count : end - span * count]

@@ -143,7 +143,7 @@ class LoadPlanner:
         Other than one that looks at everything, the group may miss something there too.
         """
         first, end = self._needed_chunks(group, boundary, num_local_tokens)
-        needed = self._chain.keys_of(group, keys)[first:end]
+        needed = self._chain.keys_of(group, keys, first, end)
         found = self._manager.lookup(needed, state.req_context)
         if found.num_ready < len(needed):
             if self._plan.groups[group].recurrent:
