@@ -144,6 +144,7 @@ class Engine:
         max_tokens: int = 1,
         ctx: dict[str, Any] | None = None,
         params: dict[str, Any] | None = None,
+        resumable: bool = False,
         **sampling: Any,
     ) -> Request:
         if request_id is None:
@@ -161,11 +162,13 @@ class Engine:
             ),
             None,
             block_hasher=self._hasher,
+            resumable=resumable,
         )
-        self.tokens[request_id] = []
-        self.requests[request_id] = request
+        if request_id not in self.scheduler.requests:  # or it goes on with a session
+            self.tokens[request_id] = []
+            self.requests[request_id] = request
         self.scheduler.add_request(request)
-        return request
+        return self.requests[request_id]
 
     def abort(self, *requests: Request) -> None:
         self.scheduler.finish_requests(
@@ -218,23 +221,37 @@ class Engine:
         self.num_steps += 1
         self.now += self.seconds_per_step
         if self.scheduler.has_requests() or not self._in_flight:
-            output = self.last_output = self.scheduler.schedule()
-            self._learn_hashes()
-            check_requests(self)
-            self._in_flight.append((output, self._execute(output)))
+            self.schedule()
         elif self._async:
-            self._update()
+            self.update()
             return
         if len(self._in_flight) > self._async:
-            self._update()
+            self.update()
         self.check()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def is_in_flight(self, request_id: str) -> bool:
+        return any(
+            request_id in output.num_scheduled_tokens for output, _ in self._in_flight
+        )
 
     def flush(self) -> None:
         """Hands back all results: no step is in flight, as while vLLM is paused."""
         while self._in_flight:
-            self._update()
+            self.update()
 
-    def _update(self) -> None:
+    def schedule(self) -> None:
+        """Schedules a step and computes it; its result stays in flight."""
+        output = self.last_output = self.scheduler.schedule()
+        self._learn_hashes()
+        check_requests(self)
+        self._in_flight.append((output, self._execute(output)))
+
+    def update(self) -> None:
+        """Hands back the oldest result in flight."""
         output, result = self._in_flight.popleft()
         for core_outputs in self.scheduler.update_from_output(output, result).values():
             stats = core_outputs.scheduler_stats
@@ -321,11 +338,12 @@ class Engine:
 
     def check(self) -> None:
         for index, connector in enumerate(self.connectors):
-            if isinstance(connector, CtxOffloadConnector):
-                tiers = [tiers[index] for tiers in self.tiers]
-                assert connector._scheduler is not None
-                check_connector(self, connector._scheduler, tiers)
+            side = getattr(connector, "_scheduler", None)
+            if side in self.sides:
+                check_connector(self, side, [tiers[index] for tiers in self.tiers])
         for request_id, request in self.requests.items():
+            if request.resumable:
+                continue  # its prompt grows by its answers
             tokens = self.tokens[request_id]
             prompt = list(request.prompt_token_ids or [])
             assert tokens == self.answer(prompt, len(tokens)), request_id
