@@ -51,8 +51,11 @@ class Interleaving:
         self._chance_to_end = 1.0
         scheduler.set_pause_state(PauseState.UNPAUSED)
         self.engine.abort(*self._live(resumable=True))
-        while scheduler.has_requests() or self.engine.num_in_flight:
+        for _ in range(3000):
+            if not (scheduler.has_requests() or self.engine.num_in_flight):
+                return
             self._go_on()
+        raise AssertionError("no end")
 
     def _go_on(self) -> None:
         engine = self.engine
