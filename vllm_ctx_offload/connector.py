@@ -62,7 +62,9 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._failed_loads: dict[str, set[int]] = {}
         self._loads_fail_whole = plan.loads_fail_whole
         if role is vllm_api.KVConnectorRole.WORKER:
-            self._worker = OffloadWorker(plan)
+            # Of a model with experts; those of others do not know of each other.
+            num_engines = vllm_config.parallel_config.data_parallel_size
+            self._worker = OffloadWorker(plan, in_lockstep=num_engines > 1)
             return
         self._plan = plan
         self._scheduler = SchedulerSide(

@@ -256,6 +256,27 @@ def test_where_vllm_writes_early_each_store_is_fenced_at_once(
     finish(worker, 2)
 
 
+@pytest.mark.parametrize("in_lockstep", [False, True])
+def test_a_step_without_tokens_waits_for_transfers_unless_others_wait_for_it(
+    in_lockstep: bool,
+    caches: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block_bytes = sum(cache[0].nbytes for cache in caches.values())
+    worker = OffloadWorker(make_plan(block_bytes), in_lockstep=in_lockstep)
+    worker.register(caches, NUM_BLOCKS)
+    waited: list[bool] = []
+    monkeypatch.setattr(
+        worker._transfer, "poll", lambda seconds: waited.append(seconds > 0) or []
+    )
+    for idle in (False, True):
+        worker.before_forward(TransferPlan(idle=idle))
+        worker.finish_step()
+    monkeypatch.undo()
+    worker.close()
+    assert waited == [False, not in_lockstep]
+
+
 def test_it_is_idle_only_when_the_last_copy_has_ended(
     worker: OffloadWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

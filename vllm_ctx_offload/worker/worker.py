@@ -60,8 +60,16 @@ class OffloadWorker:
     after it, `start_stores`, `finish_step`.
     """
 
-    def __init__(self, plan: OffloadPlan) -> None:
+    def __init__(self, plan: OffloadPlan, *, in_lockstep: bool = False) -> None:
+        """Makes a worker without a pool; see `register`.
+
+        Args:
+            plan: the sizes to keep to.
+            in_lockstep: other engines wait in each step for this one, which therefore
+                waits for no transfer when it has nothing to compute itself.
+        """
         self._plan = plan
+        self._idle_wait_s = 0.0 if in_lockstep else _IDLE_WAIT_S
         self.stats = OffloadStats()
         self._pool: HostPool | None = None
         self._transfer: Transfer | None = None
@@ -139,7 +147,7 @@ class OffloadWorker:
         """Returns what ended since the last call, each job exactly once."""
         results, self._ended = self._ended, []
         if self._transfer is not None:
-            wait = _IDLE_WAIT_S if self._idle and not results else 0.0
+            wait = self._idle_wait_s if self._idle and not results else 0.0
             results += self._poll(self._transfer, wait)
         finished = FinishedTransfers()
         for result in results:
