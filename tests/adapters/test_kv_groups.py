@@ -63,7 +63,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
     def test_pooling_that_reads_the_whole_prompt(self, pooling: str) -> None:
-        """vLLM would compute the last tokens alone, and pool over those."""
+        """After a hit vLLM would pool over the last tokens alone, or end the engine."""
         config = make_config()
         config.model_config = copy.copy(config.model_config)
         config.model_config.runner_type = "pooling"
