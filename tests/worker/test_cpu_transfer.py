@@ -9,12 +9,12 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
 from vllm_ctx_offload.messages import TransferJob
+from vllm_ctx_offload.worker import cpu_transfer
 from vllm_ctx_offload.worker.copy import CpuCopy
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.kv_layout import BlockLayout, derive_layout
@@ -273,26 +273,27 @@ THREE_BLOCKS = TransferJob(0, "r", (0, 1, 2), (0, 1, 2))
 
 
 @pytest.mark.parametrize(
-    "wait",
+    ("to_host", "wait"),
     [
-        lambda transfer: transfer.fence([0]),
-        lambda transfer: transfer.poll(PATIENCE_S),
-        lambda transfer: transfer.close(),
+        (True, lambda transfer: transfer.fence([0])),
+        (True, lambda transfer: transfer.poll(PATIENCE_S)),
+        (True, lambda transfer: transfer.close()),
+        (False, lambda transfer: transfer.poll(PATIENCE_S)),
+        (False, lambda transfer: transfer.close()),
     ],
-    ids=["fence", "poll", "close"],
 )
-def test_a_store_rests_between_its_pieces_until_somebody_waits(
+def test_a_thread_rests_between_pieces_until_somebody_waits(
+    to_host: bool,
     wait: Callable[[CpuTransfer], object],
     layout: BlockLayout,
     pool: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """1. Block 0 is copied. 2. Nobody waits: no other is. 3. Somebody does: all are."""
-    monkeypatch.setattr("vllm_ctx_offload.worker.cpu_transfer._REST", 1e9)
     copy = GatedCopy(layout, pool)
     copy.let(1000)
-    transfer = CpuTransfer(layout, pool, copy, piece_bytes=1)
-    transfer.submit(THREE_BLOCKS, to_host=True)
+    # It would rest for hours.
+    transfer = CpuTransfer(layout, pool, copy, piece_bytes=1, share=1e-10)
+    transfer.submit(THREE_BLOCKS, to_host=to_host)
     copy.wait_until_begun()
     assert transfer.poll() == []
     assert copy.started == [(0,)]
@@ -301,16 +302,19 @@ def test_a_store_rests_between_its_pieces_until_somebody_waits(
     transfer.close()
 
 
-def test_a_load_never_rests(
-    transfer: CpuTransfer, copy: GatedCopy, monkeypatch: pytest.MonkeyPatch
+def test_with_cores_enough_no_thread_rests(
+    layout: BlockLayout, pool: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_ctx_offload.worker.cpu_transfer._REST", 1e9)
+    """Copies of a direction take a twentieth of 20 cores: all of one."""
+    monkeypatch.setattr(cpu_transfer, "process_cores", lambda: set(range(20)))
+    copy = GatedCopy(layout, pool)
     copy.let(1000)
-    for number in range(3):
-        transfer.submit(replace(THREE_BLOCKS, job_id=number), to_host=False)
+    transfer = CpuTransfer(layout, pool, copy, piece_bytes=1)
+    transfer.submit(THREE_BLOCKS, to_host=False)
     for _ in range(3):
         copy.wait_until_begun()
-    assert copy.started == [THREE_BLOCKS.rows] * 3
+    assert transfer._rest == 0
+    transfer.close()
 
 
 @pytest.mark.parametrize("created", [True, False])

@@ -14,7 +14,7 @@ import torch
 from vllm_ctx_offload.messages import TransferJob
 from vllm_ctx_offload.worker.copy import CpuCopy
 from vllm_ctx_offload.worker.kv_layout import BlockLayout
-from vllm_ctx_offload.worker.numa import leave_the_models_cores
+from vllm_ctx_offload.worker.numa import leave_the_models_cores, process_cores
 from vllm_ctx_offload.worker.transfer import JobResult, check_job
 
 __all__ = ["CpuTransfer"]
@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 # How long an engine that stops waits for a copy that may hang.
 _CLOSE_WAIT_S: Final = 1.0
-# What a store copies at once, and how much longer than the copy took it then rests.
+# What a thread copies before it looks whether to rest, and how much of the time of all
+# cores the copies of a direction take beside a model that computes.
 _PIECE_BYTES: Final = 4 * 1024**2
-_REST: Final = 9
+_SHARE: Final = 0.05
 
 
 class _Submitted(NamedTuple):
@@ -42,10 +43,9 @@ class CpuTransfer:
     since the next forward pass, or the next load, would write at once. See `Transfer`
     for the contract.
 
-    Cores and memory are the model's too, and what slows it down is the copying as such,
-    not its speed. So loads, for which requests wait, run as fast as they can. Stores
-    take a tenth of a core's time, unless somebody waits: a fence, an engine without
-    other work, or the end.
+    Cores and memory are the model's too. While it computes, a thread rests after each
+    piece of a job, the longer the fewer cores there are. It does not while somebody
+    waits: a fence, an engine that has nothing else to do, or the end.
     """
 
     def __init__(
@@ -53,12 +53,16 @@ class CpuTransfer:
         layout: BlockLayout,
         pool: torch.Tensor,
         copy: Callable[..., None] | None = None,
+        *,
         piece_bytes: int = _PIECE_BYTES,
+        share: float = _SHARE,
     ) -> None:
         self._layout = layout
         self._pool = pool
         self._copy = copy or CpuCopy(layout, pool)
         self._blocks_a_piece = max(piece_bytes // layout.bytes_per_block, 1)
+        # Seconds of rest for each second of copying.
+        self._rest = max(1 / (share * max(len(process_cores()), 1)) - 1, 0.0)
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
         self._queues: dict[bool, deque[_Submitted]] = {True: deque(), False: deque()}
@@ -67,7 +71,8 @@ class CpuTransfer:
         self._num_waiting = 0
         self._results: list[JobResult] = []
         self._closing = False
-        self._rest_until = 0.0  # the store thread's own
+        # Each thread's own.
+        self._rest_until = {True: 0.0, False: 0.0}
         # Daemons: a copy that hangs must not keep the process alive.
         self._threads = {
             to_host: threading.Thread(
@@ -144,28 +149,25 @@ class CpuTransfer:
         job = submitted.job
         try:
             check_job(job, self._layout.num_blocks, self._pool.shape[0])
-            if submitted.to_host:
-                self._store(job)
-            else:
-                self._copy(job.block_ids, job.rows, to_host=False)
+            self._copy_by_pieces(job, to_host=submitted.to_host)
         except Exception:
             # The contract of this class: a failed copy is a result.
             logger.exception("Transfer job %d failed.", job.job_id)
             return False
         return True
 
-    def _store(self, job: TransferJob) -> None:
+    def _copy_by_pieces(self, job: TransferJob, *, to_host: bool) -> None:
         for start in range(0, len(job.rows), self._blocks_a_piece):
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._closing or self._num_waiting > 0,
-                    max(self._rest_until - time.monotonic(), 0.0),
+                    self._rest_until[to_host] - time.monotonic(),
                 )
             piece = slice(start, start + self._blocks_a_piece)
             began = time.thread_time()
-            self._copy(job.block_ids[piece], job.rows[piece], to_host=True)
-            seconds = time.thread_time() - began
-            self._rest_until = time.monotonic() + _REST * seconds
+            self._copy(job.block_ids[piece], job.rows[piece], to_host=to_host)
+            rest = self._rest * (time.thread_time() - began)
+            self._rest_until[to_host] = time.monotonic() + rest
 
     def _finish(self, submitted: _Submitted, *, ok: bool) -> None:
         job, to_host, began = submitted
