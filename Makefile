@@ -10,7 +10,6 @@ PY := .venv/bin/python
 # Whatever Python 3 there is: tools/bootstrap.py looks for the one to use.
 BOOT_PY := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '' 2>/dev/null && { echo $$p; break; }; done)
-# The tests in the order they run: quick ones first, engines last.
 QUICK_TESTS := $(wildcard tests/test_*.py) \
 	$(filter-out tests/engine/ tests/__pycache__/,$(wildcard tests/*/))
 ENGINE_TESTS := $(wildcard tests/engine/)
@@ -34,8 +33,15 @@ setup: ## make .venv with vLLM, the project and its tools (again: under a second
 		tools/bootstrap.py
 
 test: lint types imports spelling manifest docs ## all checks and all tests
-	$(say) 'all tests, with branch coverage; engine tests come last'
-	@$(PY) -m pytest $(COV) $(QUICK_TESTS) $(ENGINE_TESTS) $(ARGS)
+	$(say) 'all tests; those that start an engine run beside the others, shown last'
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-fast engines-beside; \
+		status=$$?; printf '==> engine tests\n'; cat build/engine-tests.log; \
+		exit $$status
+
+.PHONY: engines-beside
+engines-beside: setup
+	@mkdir -p build
+	@$(PY) -m pytest $(ENGINE_TESTS) $(ARGS) >build/engine-tests.log 2>&1
 
 lint: setup ## ruff: rules and format
 	$(say) 'ruff: rules'
