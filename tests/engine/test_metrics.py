@@ -228,7 +228,7 @@ def test_a_stream_returns_the_receipt_where_vllm_has_a_place_for_it(
     server: Server, path: str
 ) -> None:
     events = stream(server, path, {"kv_transfer_params": CTX, **ENTRY_POINTS[path]})
-    assert len(events) > 1
+    assert events  # a slow server sends several tokens in one
     text = json.dumps(events)
     if path in STREAMS_WITH_RECEIPT:
         assert is_receipt(events[-1]["response"]["kv_transfer_params"]["ctx"])
