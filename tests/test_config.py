@@ -37,6 +37,7 @@ def test_nothing_configured_gives_the_documented_defaults() -> None:
         "policy_file": None,
         "tenant_from": ("kv_transfer_params",),
         "max_protected": Size(0, 0.3),
+        "reset_with_device_cache": False,
         "load_wait_ms": 50.0,
     }
     assert config == OffloadConfig()
