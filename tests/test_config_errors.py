@@ -175,6 +175,28 @@ def test_a_tenants_name_has_1_to_128_characters(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "shown", "code"),
+    [
+        ("a\u2028b", "a\\u2028b", "2028"),
+        ("a\u2029", "a\\u2029", "2029"),
+        ("\x85", "\\x85", "0085"),
+        ("x\ny", "x\\ny", "000A"),
+        ("\x0b\x0c", "\\x0b\\x0c", "000B"),
+        ("\x1b[31m", "\\x1b[31m", "001B"),
+        ("\ud800", "\\ud800", "D800"),
+        ("\u202eemca", "\\u202eemca", "202E"),
+        ("a\u200b", "a\\u200b", "200B"),
+        ("\U000e0041", "\\U000e0041", "E0041"),
+    ],
+)
+def test_a_tenants_name_is_printable(name: str, shown: str, code: str) -> None:
+    assert sentence({"tenants": {"acme": {}, name: {}}}) == (
+        f"{WHERE}: tenants holds the name '{shown}' with the character U+{code}, which "
+        "not every metric, log and terminal can carry; use printable characters."
+    )
+
+
+@pytest.mark.parametrize(
     ("key", "nearest"),
     [
         ("tenantz", "tenants"),
