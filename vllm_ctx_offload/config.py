@@ -242,10 +242,15 @@ def _sentence(error: ErrorDetails, origin: Mapping[str, str]) -> str:
     location = [str(part) for part in error["loc"]]
     if location[2:] == ["[key]"] and error["type"] == "string_type":
         location.pop()  # the name of a tenant is at fault, not its account
+    is_unknown = error["type"] in ("extra_forbidden", "invalid_key")
+    if error["type"] == "string_unicode" and location != ["policy_file"]:
+        # A key with a lone surrogate, of which pydantic tells only where it stands.
+        location.append(error["input"])
+        is_unknown = True
     where = origin.get(location[0], _WHERE)
     in_account = location[0] == "tenants" and len(location) > 2
     fields = (TenantConfig if in_account else OffloadConfig).model_fields
-    if error["type"] in ("extra_forbidden", "invalid_key"):
+    if is_unknown:
         parents = ".".join(location[:-1])
         place = f"{where}: {parents}" if parents else where
         return unknown_key(place, location[-1], tuple(fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -180,6 +181,39 @@ def test_ignored_field_is_logged_once_and_counted_each_time(
     counts = side.take_stats()
     assert counts['["hints_rejected", "priority", "type"]'] == 3
     assert counts['["hints_rejected", "ttl_s", "negative"]'] == 3
+
+
+@pytest.mark.parametrize("odd", ["a\nb", "\u2028", "\x85", "\x1b[2J", "\ud800", "%s"])
+def test_no_text_of_a_request_gets_into_log_or_metrics(
+    make_side: MakeSide,
+    make_request: MakeRequest,
+    caplog: pytest.LogCaptureFixture,
+    odd: str,
+) -> None:
+    """A client could write lines of its own there."""
+    side = make_side(
+        tenants={"acme": {}, "*": {"isolation": "private"}},
+        tenant_from=["kv_transfer_params", "cache_salt", "lora"],
+    )
+    directives = [{odd: odd}, {"priority": 1, odd: 1}, odd]
+    for index, ctx in enumerate(
+        [
+            {"tenant": odd, "session": odd, odd: odd, "priority": odd},
+            {"tenant": [odd], "retention_directives": directives, "store": odd},
+            {"tenant": odd * 200, "session": odd * 200, "release": True},
+            odd,
+        ]
+    ):
+        params = {"ctx": {**ctx, "receipt": True} if isinstance(ctx, dict) else ctx}
+        request = make_request(16, f"{odd}{index}", params, cache_salt=odd)
+        receipt = store(side, request)
+        assert odd not in json.dumps(receipt, ensure_ascii=False)
+    assert caplog.records
+    for record in caplog.records:
+        assert odd not in record.getMessage()
+        assert record.getMessage().isprintable()
+    assert not side._disabled
+    assert not [key for key in side.take_stats() if odd in json.loads(key)]
 
 
 def resident(side: SchedulerSide) -> dict[str, int]:
