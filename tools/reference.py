@@ -63,7 +63,7 @@ _CONFIG: Final = {
     "max_protected": "most of the pool that priorities above 35 may protect, over all "
     'tenants; `"0%"`, or at least a chunk',
     "reset_with_device_cache": "`true` forgets the host's chunks too when vLLM resets "
-    "its prefix cache, whatever for; see [new weights](migration.md#new-weights)",
+    "its prefix cache, whatever for; see [new weights](troubleshooting.md#new-weights)",
     "load_wait_ms": "longest wait for a chunk that is just being stored, before it is "
     "recomputed",
 }
@@ -300,6 +300,9 @@ With `ctx.receipt` the response's `kv_transfer_params` say what happened:
 
 The tenant is the account's name, and the priority is what was granted. A reason is
 `full`, `limit`, `priority` or `expected_reuse`.
+
+Of a request with several answers (`n`) or prompts one receipt comes back:
+[which one, and where](metrics.md#receipts).
 """
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
@@ -214,6 +215,30 @@ def test_no_text_of_a_request_gets_into_log_or_metrics(
         assert record.getMessage().isprintable()
     assert not side._disabled
     assert not [key for key in side.take_stats() if odd in json.loads(key)]
+
+
+def test_a_device_reset_between_an_answer_and_its_admission_fails_the_load(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    """Should a release put a step between them: nothing old is copied."""
+    side, request = make_side(reset_with_device_cache=True), make_request(20)
+    pool = BlockPool(8, True, 4)
+    side.on_block_pool(pool)
+    store(side, make_request(16, "stored"))
+    assert side.lookup(request, 0) == (16, True)
+    assert pool.reset_prefix_cache()
+    side.on_allocated(request, [[1, 2, 3, 4]], 16)
+    (job,) = side.plan_step(StepEvents).loads
+    assert (job.block_ids, job.rows) == ((1, 2, 3, 4), ())
+
+
+def test_the_pool_is_left_alone_where_resets_are_not_followed(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    side = make_side()
+    side.on_block_pool(None)
+    store(side, make_request(16, "stored"))
+    assert side.lookup(make_request(20), 0) == (16, True)
 
 
 def resident(side: SchedulerSide) -> dict[str, int]:

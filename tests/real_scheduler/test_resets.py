@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from real_scheduler.harness import Engine, ours
 from real_scheduler.invariants import host_manager, is_parked
+from vllm.v1.core.sched.interface import PauseState
 
 PROMPT = list(range(1, 201))  # six blocks and 8 tokens
 
@@ -187,6 +188,41 @@ def test_reset_gives_back_a_lease(make_engine: MakeEngine) -> None:
     assert host_manager(engine.side).num_resident == 0
     engine.abort(blocker)
     engine.settle()
+
+
+def test_a_request_that_loaded_while_kept_paused_holds_its_blocks(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """Why a pause that keeps requests can fail on a server too: what the docs say.
+
+    1. A load is under way; vLLM is paused with `keep`.
+    2. vLLM steps on until no transfer is open; the request does not run.
+    3. Its reset of all caches raises; after a resume and a step it does not.
+    """
+    engine = make_engine(async_scheduling=async_scheduling)
+    engine.run(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    engine.controls.hold_loads = True
+    request = engine.add(PROMPT, max_tokens=4)
+    engine.step(3)
+    assert is_parked(request)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.controls.hold_loads = False
+    engine.drain()
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.scheduler.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=True
+        )
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.step()
+    engine.flush()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert engine.scheduler.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=True
+    )
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.settle()
+    assert engine.tokens["r1"] == engine.answer(PROMPT, 4)
 
 
 # ---- reset_with_device_cache: vLLM's own reset is a reset of the host

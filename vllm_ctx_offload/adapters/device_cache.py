@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from vllm_ctx_offload.errors import ConfigError
 
 __all__ = ["DeviceCacheWatch", "check_hook", "watch_resets"]
-
-_REFUSAL: Final = (
-    "kv_connector_extra_config: reset_with_device_cache = true, but this vLLM does not "
-    "let a connector see that the device's prefix cache was reset; leave it out, and "
-    "reset with reset_connector=True after every change of weights."
-)
 
 
 class DeviceCacheWatch:
@@ -50,7 +44,7 @@ def check_hook(connector_base: type) -> None:
         ConfigError: no reset could be seen.
     """
     if not hasattr(connector_base, "bind_gpu_block_pool"):
-        raise ConfigError(_REFUSAL)
+        raise _refusal()
 
 
 def watch_resets(block_pool: Any) -> DeviceCacheWatch:
@@ -65,8 +59,18 @@ def watch_resets(block_pool: Any) -> DeviceCacheWatch:
     try:
         watch = DeviceCacheWatch(block_pool)
         is_seen = block_pool.reset_prefix_cache() and watch.saw_reset()
+        is_seen = is_seen and not watch.saw_reset()
     except (AttributeError, TypeError):
-        is_seen = False  # the pool's table is another one than is known here
-    if not is_seen or watch.saw_reset():
-        raise ConfigError(_REFUSAL)
+        # The pool's table is another one than is known here.
+        raise _refusal() from None
+    if not is_seen:
+        raise _refusal()
     return watch
+
+
+def _refusal() -> ConfigError:
+    return ConfigError(
+        "kv_connector_extra_config: reset_with_device_cache = true, but this vLLM does "
+        "not let a connector see that the device's prefix cache was reset; leave it "
+        "out, and reset with reset_connector=True after every change of weights."
+    )
