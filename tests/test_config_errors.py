@@ -46,7 +46,8 @@ FLAG_RULE = "must be a valid boolean; use true or false."
         ("blocks_per_chunk", 0, "0", "must be greater than 0; use 1 or more."),
         ("blocks_per_chunk", "1", "'1'", f"{INT_RULE}; use 1 or more."),
         *[
-            ("offload_prompt_only", value, repr(value), FLAG_RULE)
+            (key, value, repr(value), FLAG_RULE)
+            for key in ("offload_prompt_only", "reset_with_device_cache")
             for value in ("yes", 1, None)
         ],
         (

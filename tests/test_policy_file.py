@@ -22,6 +22,7 @@ POLICY = {
     "tenants": {"acme": {"reserved": "4GiB", "weight": 2}, "*": {"load": False}},
     "tenant_from": ["lora"],
     "max_protected": "10%",
+    "reset_with_device_cache": True,
     "load_wait_ms": 5,
 }
 AS_YAML = """
@@ -31,6 +32,7 @@ tenants:
     load: false
 tenant_from: [lora]
 max_protected: 10%
+reset_with_device_cache: true
 load_wait_ms: 5
 """
 
@@ -52,6 +54,7 @@ def test_yaml_and_json_are_read(tmp_path: Path, text: str) -> None:
         },
         tenant_from=("lora",),
         max_protected=Size(0, 0.1),
+        reset_with_device_cache=True,
         load_wait_ms=5.0,
     )
 
@@ -78,7 +81,7 @@ def test_an_error_in_the_file_names_the_file(tmp_path: Path) -> None:
 
 
 LONG = "x" * 129
-KEYS = "tenants, tenant_from, max_protected, load_wait_ms"
+KEYS = "tenants, tenant_from, max_protected, reset_with_device_cache, load_wait_ms"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from vllm_ctx_offload.errors import ConfigError
 
 __all__ = ["POLICY_KEYS", "read_policy_file", "unknown_key"]
 
-POLICY_KEYS: Final = ("tenants", "tenant_from", "max_protected", "load_wait_ms")
+POLICY_KEYS: Final = (
+    *("tenants", "tenant_from", "max_protected"),
+    *("reset_with_device_cache", "load_wait_ms"),
+)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
