@@ -20,7 +20,7 @@ ERRORS = {
     "UnknownShapeError": 0,
     "fault_at": 2,
     "_unknown": -1,
-    "_unknown_key": None,  # its own text is inside
+    "unknown_key": None,  # its own text is inside
 }
 TABLES = ("_KINDS",)  # texts of warnings, by what they warn of
 LOGGED = ("warning", "error", "exception", "critical")

@@ -37,6 +37,7 @@ def test_nothing_configured_gives_the_documented_defaults() -> None:
         "policy_file": None,
         "tenant_from": ("kv_transfer_params",),
         "max_protected": Size(0, 0.3),
+        "reset_with_device_cache": False,
         "load_wait_ms": 50.0,
     }
     assert config == OffloadConfig()
@@ -166,6 +167,9 @@ CHUNK = 10
         {"acme": {"reserved": 600}, "zeta": {"reserved": "40%"}},
         {"acme": {"reserved": "50%", "limit": 500}},
         {"acme": {"reserved": POOL}},
+        {"acme": {"reserved": CHUNK}},
+        {"acme": {"reserved": "1%"}},
+        {"acme": {"reserved": 0}, "zeta": {"reserved": "0%"}},
         {"acme": {"limit": CHUNK}},
         {"acme": {"limit": 0, "store": False}},
         {"acme": {"limit": 10_000}},
@@ -207,7 +211,7 @@ def test_reservations_that_do_not_fit_together_are_told(
     [
         ({"reserved": "50%", "limit": 499}, 499, 500),
         ({"reserved": 1_001, "limit": "100%"}, 1_000, 1_001),
-        ({"reserved": 1, "limit": 0, "store": False}, 0, 1),
+        ({"reserved": 10, "limit": 9, "store": False}, 9, 10),
     ],
 )
 def test_a_limit_below_the_reservation_is_told(
@@ -228,6 +232,46 @@ def test_a_limit_below_one_chunk_is_told(
         f"{WHERE}: tenant '{tenant}' has limit = {num_bytes} B, {10 - num_bytes} B "
         "below one chunk; raise it, or set store to false."
     )
+
+
+@pytest.mark.parametrize("tenant", ["acme", "*", "default"])
+@pytest.mark.parametrize(
+    ("reserved", "num_bytes"), [(1, 1), (9, 9), ("0.9%", 9), ("0.01%", 0)]
+)
+@pytest.mark.parametrize("more", [{}, {"store": False}, {"limit": "50%"}])
+def test_a_reservation_below_one_chunk_is_told(
+    tenant: str, reserved: int | str, num_bytes: int, more: dict[str, Any]
+) -> None:
+    """It would reserve nothing."""
+    assert account_error({tenant: {"reserved": reserved, **more}}) == (
+        f"{WHERE}: tenant '{tenant}' has reserved = {num_bytes} B, {10 - num_bytes} B "
+        "below one chunk, so nothing would be reserved; raise it, or leave it out."
+    )
+
+
+@pytest.mark.parametrize(("share", "num_bytes"), [("0.9%", 9), ("0.01%", 0)])
+def test_a_budget_below_one_chunk_is_told(share: str, num_bytes: int) -> None:
+    config = parse_config({"max_protected": share})
+    with pytest.raises(ConfigError) as raised:
+        check_accounts(config, POOL, CHUNK)
+    assert str(raised.value) == (
+        f"{WHERE}: max_protected = {num_bytes} B of this pool, {10 - num_bytes} B "
+        'below one chunk, so nothing could be protected; raise it, or give "0%".'
+    )
+
+
+@pytest.mark.parametrize("extra", [{}, {"max_protected": "0%"}])
+def test_a_budget_that_nobody_set_or_that_is_none_passes(extra: dict[str, Any]) -> None:
+    """30 % of three chunks is none."""
+    check_accounts(parse_config(extra), 3 * CHUNK, CHUNK)
+
+
+@pytest.mark.parametrize("text", ["0.9B", "0.0000001KiB", "0.5"])
+def test_a_size_of_less_than_a_byte_is_told(text: str) -> None:
+    assert "is not a size" in sentence({"cpu_bytes_to_use": text})
+    told = sentence({"tenants": {"acme": {"reserved": text}}})
+    assert "is neither a size nor a share" in told
+    assert parse_config({"cpu_bytes_to_use": "0.0GiB"}).cpu_bytes_to_use == 0
 
 
 def test_a_limit_in_percent_is_one_of_whole_chunks() -> None:
@@ -261,6 +305,8 @@ def test_what_passes_gives_accounts_that_fit_the_slots(
     except ConfigError:
         return
     terms = account_terms(config, num_slots, chunk_bytes)
+    for name, tenant in config.tenants.items():
+        assert bool(terms[name].reserved) is not tenant.reserved.is_nothing
     assert sum(account.reserved for account in terms.values()) <= num_slots
     for account in terms.values():
         assert account.limit is None or max(account.reserved, 1) <= account.limit

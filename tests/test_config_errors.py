@@ -46,7 +46,8 @@ FLAG_RULE = "must be a valid boolean; use true or false."
         ("blocks_per_chunk", 0, "0", "must be greater than 0; use 1 or more."),
         ("blocks_per_chunk", "1", "'1'", f"{INT_RULE}; use 1 or more."),
         *[
-            ("offload_prompt_only", value, repr(value), FLAG_RULE)
+            (key, value, repr(value), FLAG_RULE)
+            for key in ("offload_prompt_only", "reset_with_device_cache")
             for value in ("yes", 1, None)
         ],
         (
@@ -171,6 +172,28 @@ def test_a_tenants_name_has_1_to_128_characters(name: str) -> None:
     assert sentence({"tenants": {name: {}}}) == (
         f"{WHERE}: tenants holds the name '{name[:20]}' of {len(name)} characters; "
         "use 1 to 128."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "code"),
+    [
+        ("a\u2028b", "a\\u2028b", "2028"),
+        ("a\u2029", "a\\u2029", "2029"),
+        ("\x85", "\\x85", "0085"),
+        ("x\ny", "x\\ny", "000A"),
+        ("\x0b\x0c", "\\x0b\\x0c", "000B"),
+        ("\x1b[31m", "\\x1b[31m", "001B"),
+        ("\ud800", "\\ud800", "D800"),
+        ("\u202eemca", "\\u202eemca", "202E"),
+        ("a\u200b", "a\\u200b", "200B"),
+        ("\U000e0041", "\\U000e0041", "E0041"),
+    ],
+)
+def test_a_tenants_name_is_printable(name: str, shown: str, code: str) -> None:
+    assert sentence({"tenants": {"acme": {}, name: {}}}) == (
+        f"{WHERE}: tenants holds the name '{shown}' with the character U+{code}, which "
+        "not every metric, log and terminal can carry; use printable characters."
     )
 
 

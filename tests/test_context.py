@@ -211,6 +211,30 @@ def test_a_bad_directive_is_ignored_and_its_neighbours_are_not(
     assert rejected(context) == [("retention_directives", reason)]
 
 
+def test_an_unknown_field_of_a_directive_is_counted_and_the_rest_holds() -> None:
+    """As in `ctx`: once for each directive, without names."""
+    misspelt = {"start": 1, "end": 2, "priority": 3, "durationn": 60, "x": 1}
+    good = {"priority": 5, "duration": 60}
+    context = make_req_context(retention_directives=[misspelt, good, misspelt])
+    kept = RetentionDirective(1, 2, 3, None)
+    assert context.hints.retention_directives == (
+        kept,
+        RetentionDirective(0, None, 5, 60.0),
+        kept,
+    )
+    assert rejected(context) == [("retention_directives", "unknown_field")] * 2
+
+
+def test_unknown_fields_of_directives_cost_no_more_than_their_number() -> None:
+    huge = {"priority": 1, **{f"field{index}": index for index in range(100_000)}}
+    context = make_req_context(retention_directives=[huge] * 1_000)
+    assert len(context.hints.retention_directives) == 64
+    assert rejected(context) == [
+        ("retention_directives", "too_many"),
+        *[("retention_directives", "unknown_field")] * 64,
+    ]
+
+
 def test_directives_past_the_sixty_fourth_are_ignored() -> None:
     given = [{"start": index, "priority": 1} for index in range(1_000)]
     context = make_req_context(retention_directives=given)

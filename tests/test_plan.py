@@ -93,6 +93,24 @@ def test_a_chunk_that_is_no_multiple_of_a_block_is_told(
     )
 
 
+@pytest.mark.parametrize("key", ["block_size", "blocks_per_chunk"])
+def test_a_chunk_longer_than_any_request_is_told(key: str) -> None:
+    """It would never be whole, and nothing ever stored."""
+    shape = dataclasses.replace(SHAPE, max_request_tokens=100)
+    plan_for(shape, cpu_bytes_to_use=10**6, blocks_per_chunk=6)
+    value = {"block_size": 112, "blocks_per_chunk": 7}[key]
+    with pytest.raises(ConfigError) as raised:
+        plan_for(shape, cpu_bytes_to_use=10**6, **{key: value})
+    assert str(raised.value) == (
+        f"{WHERE}: {key} = {value} makes chunks of 112 tokens, but no request is "
+        "longer than 100 (--max-model-len), so none would ever be stored; lower it."
+    )
+
+
+def test_a_block_longer_than_any_request_is_the_devices_own_business() -> None:
+    plan_for(dataclasses.replace(SHAPE, max_request_tokens=8), cpu_bytes_to_use=10**6)
+
+
 @pytest.mark.parametrize("pool_bytes", [0, 3_999])
 def test_a_pool_that_holds_no_chunk_is_told(pool_bytes: int) -> None:
     assert plan_for(cpu_bytes_to_use=4_000, blocks_per_chunk=2).num_slots == 1

@@ -16,11 +16,13 @@ from vllm_ctx_offload.config import (
 )
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import check_accounts
+from vllm_ctx_offload.text import printable
 
 POLICY = {
     "tenants": {"acme": {"reserved": "4GiB", "weight": 2}, "*": {"load": False}},
     "tenant_from": ["lora"],
     "max_protected": "10%",
+    "reset_with_device_cache": True,
     "load_wait_ms": 5,
 }
 AS_YAML = """
@@ -30,6 +32,7 @@ tenants:
     load: false
 tenant_from: [lora]
 max_protected: 10%
+reset_with_device_cache: true
 load_wait_ms: 5
 """
 
@@ -51,6 +54,7 @@ def test_yaml_and_json_are_read(tmp_path: Path, text: str) -> None:
         },
         tenant_from=("lora",),
         max_protected=Size(0, 0.1),
+        reset_with_device_cache=True,
         load_wait_ms=5.0,
     )
 
@@ -77,7 +81,7 @@ def test_an_error_in_the_file_names_the_file(tmp_path: Path) -> None:
 
 
 LONG = "x" * 129
-KEYS = "tenants, tenant_from, max_protected, load_wait_ms"
+KEYS = "tenants, tenant_from, max_protected, reset_with_device_cache, load_wait_ms"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,10 @@ KEYS = "tenants, tenant_from, max_protected, load_wait_ms"
         (
             f"tenants: {{{LONG}: {{}}}}",
             "tenants holds the name 'xxxxxxxxxxxxxxxxxxxx' of 129 characters; use",
+        ),
+        (
+            'tenants: {"a\\u2028b": {}}',
+            "tenants holds the name 'a\\u2028b' with the cha",
         ),
         ("tenants: {'*': {weight: 2}, default: {}}", "tenants.*.weight has no effect"),
         ("tenants: {acme: {weight: 0}}", "'tenants.acme.weight' = 0 must be greater"),
@@ -105,6 +113,7 @@ def test_every_fault_of_the_file_names_the_file(
     ("text", "rest"),
     [
         ("{acme: {reserved: 101}}", "the tenants reserve 1 B more than the pool's"),
+        ("{acme: {reserved: 4}}", "tenant 'acme' has reserved = 4 B, 1 B below one ch"),
         ("{acme: {limit: 4}}", "tenant 'acme' has limit = 4 B, 1 B below one chunk"),
         (
             "{acme: {reserved: 9, limit: 8}}",
@@ -120,6 +129,14 @@ def test_accounts_of_the_file_that_do_not_fit_name_the_file(
     with pytest.raises(ConfigError) as raised:
         check_accounts(config, pool_bytes=100, chunk_bytes=5)
     assert str(raised.value).startswith(f"{path}: {rest}")
+
+
+def test_a_budget_of_the_file_that_does_not_fit_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "max_protected: 1%")
+    config = parse_config({"policy_file": path})
+    with pytest.raises(ConfigError) as raised:
+        check_accounts(config, pool_bytes=100, chunk_bytes=5)
+    assert str(raised.value).startswith(f"{path}: max_protected = 1 B of this pool, ")
 
 
 def test_inline_accounts_beside_a_file_name_the_configuration(tmp_path: Path) -> None:
@@ -226,5 +243,5 @@ def test_a_file_that_is_not_there_is_an_error(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         parse_config({"policy_file": path})
-    start = f"policy_file '{Path(path)}' can't be read ("
+    start = f"policy_file '{printable(str(Path(path)))}' can't be read ("
     assert str(raised.value).startswith(start)

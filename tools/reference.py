@@ -24,7 +24,6 @@ from pydantic.fields import FieldInfo
 
 from vllm_ctx_offload import context
 from vllm_ctx_offload.config import (
-    _POLICY_KEYS,
     Bytes,
     OffloadConfig,
     Share,
@@ -40,6 +39,7 @@ from vllm_ctx_offload.context import (
     Hints,
 )
 from vllm_ctx_offload.memory import DEFAULT_ENV
+from vllm_ctx_offload.policy_file import POLICY_KEYS
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 
@@ -55,17 +55,21 @@ _CONFIG: Final = {
     "max_tracker_size": "keys that the reuse filter remembers",
     "eviction_policy": '`"lru"` ignores accounts and retention hints; namespaces and '
     "switches stay",
-    "tenants": 'name → account, see below; `"*"` sets what undeclared tenants get',
+    "tenants": "name (1 to 128 printable characters) → account, see below; "
+    '`"*"` sets what undeclared tenants get',
     "policy_file": "YAML or JSON file with some of the keys below; each wins over its "
     "inline value. Every vLLM process reads it once, at the start",
     "tenant_from": "where the tenant's name comes from; sources are asked in order",
     "max_protected": "most of the pool that priorities above 35 may protect, over all "
-    "tenants",
+    'tenants; `"0%"`, or at least a chunk',
+    "reset_with_device_cache": "`true` forgets the host's chunks too when vLLM resets "
+    "its prefix cache, whatever for; see [new weights](troubleshooting.md#new-weights)",
     "load_wait_ms": "longest wait for a chunk that is just being stored, before it is "
     "recomputed",
 }
 _TENANT: Final = {
-    "reserved": "what no other tenant can take; together they have to fit the pool",
+    "reserved": "what no other tenant can take; `0`, or at least a chunk; together "
+    "they have to fit the pool",
     "limit": "the most it may hold; at least a chunk, unless `store` is `false`",
     "weight": "its part of what nobody reserved, against the others'",
     "max_priority": "highest priority it may ask for; below 35 also its default",
@@ -123,7 +127,8 @@ _REASONS: Final = {
     "too_many": f"more than {MAX_DIRECTIVES} directives; the rest is ignored",
     "clamped": "above what the tenant may ask for, or out of range; the nearest "
     "allowed value holds",
-    "unknown_field": "`ctx` has a field of another name (field `unknown`)",
+    "unknown_field": "`ctx` has a field of another name (field `unknown`), or a "
+    "directive has (field `retention_directives`); the rest of it holds",
 }
 
 
@@ -295,6 +300,9 @@ With `ctx.receipt` the response's `kv_transfer_params` say what happened:
 
 The tenant is the account's name, and the priority is what was granted. A reason is
 `full`, `limit`, `priority` or `expected_reuse`.
+
+Of a request with several answers (`n`) or prompts one receipt comes back:
+[which one, and where](metrics.md#receipts).
 """
 
 
@@ -313,7 +321,7 @@ def _range_rows() -> Iterator[tuple[str, ...]]:
 def page() -> str:
     """Returns the text of docs/reference.md."""
     head = ("key", "value", "default", "meaning")
-    keys = ", ".join(f"`{key}`" for key in _POLICY_KEYS)
+    keys = ", ".join(f"`{key}`" for key in POLICY_KEYS)
     parts = [
         _INTRODUCTION,
         _table(head, _model_rows(OffloadConfig, _CONFIG)),

@@ -6,14 +6,12 @@ wrong, the rule, and what to write instead.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -25,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.policy_file import read_policy_file, unknown_key
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -61,6 +60,11 @@ class Size(NamedTuple):
     num_bytes: int
     share: float | None = None  # 0 to 1
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it was written as 0, not merely rounded to it."""
+        return not self.num_bytes and not self.share
+
     def resolve(self, pool_bytes: int) -> int:
         """Returns the size in bytes for a pool of `pool_bytes`."""
         if self.share is None:
@@ -76,7 +80,9 @@ def _parse_bytes(value: object) -> int:
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         factor = _UNITS.get(match.group(2).lower())
         if factor is not None:
-            size = int(Fraction(match.group(1)) * factor)
+            exact = Fraction(match.group(1)) * factor
+            # Less than a byte is no way to write 0.
+            size = int(exact) if exact >= 1 or not exact else -1
     if 0 <= size <= _MAX_BYTES and size == int(size):
         return int(size)
     raise PydanticCustomError("size", f"is not a size; {_SIZE_FIX}")
@@ -164,6 +170,7 @@ class OffloadConfig(BaseModel):
         )
     )
     max_protected: Share = Size(0, 0.3)
+    reset_with_device_cache: bool = Field(False, description=_FLAG_FIX)
     load_wait_ms: float = Field(50.0, ge=0, le=60_000, description="use 0 to 60000")
 
     @model_validator(mode="before")
@@ -211,7 +218,7 @@ def parse_config(extra_config: Mapping[str, Any]) -> OffloadConfig:
     values = dict(extra_config)
     origin = dict.fromkeys(values, _WHERE)
     if isinstance(path := values.get("policy_file"), str):
-        policy = _read_policy_file(Path(path))
+        policy = read_policy_file(Path(path))
         values.update(policy)
         origin.update(dict.fromkeys(policy, path))
     try:
@@ -220,53 +227,6 @@ def parse_config(extra_config: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(_sentence(error.errors()[0], origin)) from None
     _check_combinations(config)
     return config
-
-
-_POLICY_KEYS: Final = ("tenants", "tenant_from", "max_protected", "load_wait_ms")
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML, and so JSON; of a name that is declared twice YAML would take the last."""
-
-    def construct_mapping(
-        self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key.value, str)]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"the key '{name:.128}' occurs twice in one mapping")
-        return super().construct_mapping(node, deep)
-
-
-def _read_policy_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        policy = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
-    # ValueError: bytes that are no UTF-8, a path with a NUL, a date that is none.
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = str(error).replace("\n", " ")
-        fix = "give the path of a YAML or JSON file that every vLLM process can read"
-        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-            why = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-            fix = 'mend that line, or the one before; names such as "*" need quotes'
-        raise ConfigError(
-            f"policy_file '{path}' can't be read ({why}); {fix}."
-        ) from None
-    if not isinstance(policy, dict):
-        raise ConfigError(
-            f"policy_file '{path}' holds no mapping; start it with 'tenants:'."
-        )
-    for key in policy:
-        if key not in _POLICY_KEYS:
-            raise ConfigError(_unknown_key(str(path), str(key), _POLICY_KEYS))
-    return policy
-
-
-def _unknown_key(where: str, key: str, known: tuple[str, ...]) -> str:
-    hint = f"remove it, or use {', '.join(known)}."
-    if nearest := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
-        hint = f"did you mean '{nearest[0]}'?"
-    return f"{where}: unknown key '{key}'; {hint}"
 
 
 # What pydantic says in Python's words, in those of JSON and YAML.
@@ -282,13 +242,18 @@ def _sentence(error: ErrorDetails, origin: Mapping[str, str]) -> str:
     location = [str(part) for part in error["loc"]]
     if location[2:] == ["[key]"] and error["type"] == "string_type":
         location.pop()  # the name of a tenant is at fault, not its account
+    is_unknown = error["type"] in ("extra_forbidden", "invalid_key")
+    if error["type"] == "string_unicode" and location != ["policy_file"]:
+        # A key with a lone surrogate, of which pydantic tells only where it stands.
+        location.append(error["input"])
+        is_unknown = True
     where = origin.get(location[0], _WHERE)
     in_account = location[0] == "tenants" and len(location) > 2
     fields = (TenantConfig if in_account else OffloadConfig).model_fields
-    if error["type"] in ("extra_forbidden", "invalid_key"):
+    if is_unknown:
         parents = ".".join(location[:-1])
         place = f"{where}: {parents}" if parents else where
-        return _unknown_key(place, location[-1], tuple(fields))
+        return unknown_key(place, location[-1], tuple(fields))
     rule = _RULES.get(error["type"], error["msg"].replace("Input should be", "must be"))
     field = fields.get(location[2 if in_account else 0])
     fix = f"; {field.description}" if field and field.description else ""
@@ -306,7 +271,7 @@ def _shown(value: object) -> str:
 def fault_at(config: OffloadConfig, key: str, text: str) -> ConfigError:
     """Returns the error that names where `key` was given: the policy file wins."""
     path = config.policy_file
-    in_file = path and key in _read_policy_file(Path(path))
+    in_file = path and key in read_policy_file(Path(path))
     return ConfigError(f"{path if in_file else _WHERE}: {text}")
 
 
@@ -323,6 +288,14 @@ def _check_combinations(config: OffloadConfig) -> None:
         if not 1 <= len(name) <= 128:
             text = f"tenants holds the name '{name:.20}' of {len(name)} characters; "
             raise fault_at(config, "tenants", text + "use 1 to 128.")
+        if not name.isprintable():
+            odd = next(char for char in name if not char.isprintable())
+            text = (
+                f"tenants holds the name '{name:.20}' with the character "
+                f"U+{ord(odd):04X}, which not every metric, log and terminal can "
+                "carry; use printable characters."
+            )
+            raise fault_at(config, "tenants", text)
     _check_one_default_account(config)
 
 

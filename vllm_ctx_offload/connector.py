@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.adapters.degraded import DegradationLog
+from vllm_ctx_offload.adapters.device_cache import check_hook
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.messages import WorkerReport
@@ -66,6 +67,8 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             num_engines = vllm_config.parallel_config.data_parallel_size
             self._worker = OffloadWorker(plan, in_lockstep=num_engines > 1)
             return
+        if config.reset_with_device_cache:
+            check_hook(vllm_api.KVConnectorBase_V1)
         self._plan = plan
         self._scheduler = SchedulerSide(
             config, plan, kv_events=vllm_api.wants_kv_events(vllm_config)
@@ -99,6 +102,9 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def _scheduler_side(self) -> SchedulerSide:
         assert self._scheduler is not None, "a scheduler hook was called on a worker"
         return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler_side.on_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         self._scheduler_side.on_new_request(request)

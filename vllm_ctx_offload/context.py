@@ -34,6 +34,7 @@ MAX_NAME_LENGTH: Final = 128
 MAX_DIRECTIVES: Final = 64
 
 _T = TypeVar("_T")
+_Names = tuple[str, ...]
 
 
 class RejectedHint(NamedTuple):
@@ -179,7 +180,9 @@ _FIELDS: Final[dict[str, Callable[[object], Any]]] = {
     "release": _flag,
     "receipt": _flag,
 }
-_KNOWN: Final = ("tenant", "retention_directives", *_FIELDS)
+_KNOWN: Final[_Names] = ("tenant", "retention_directives", *_FIELDS)
+_IN_DIRECTIVES: Final[_Names] = ("start", "end", "priority", "duration")
+_PRIORITIES: Final = ("priority", "decode_priority")
 _CAPS: Final = ("max_load_tokens", "max_offload_tokens")
 
 
@@ -206,16 +209,23 @@ class _Parser:
             return {}
         return value
 
+    def only_known(self, name: str, raw: Mapping[str, Any], known: _Names) -> None:
+        # Once, without their names: neither labels nor work grow with what is sent.
+        if len(raw) > sum(field in raw for field in known):
+            self.rejected.append(RejectedHint(name, "unknown_field"))
+
     def directives(self, value: object) -> tuple[RetentionDirective, ...]:
+        name = "retention_directives"
         if not isinstance(value, list | tuple):
-            self.rejected.append(RejectedHint("retention_directives", "type"))
+            self.rejected.append(RejectedHint(name, "type"))
             return ()
         if len(value) > MAX_DIRECTIVES:
-            self.rejected.append(RejectedHint("retention_directives", "too_many"))
-        parsed = (
-            self.read("retention_directives", _directive, item)
-            for item in value[:MAX_DIRECTIVES]
-        )
+            self.rejected.append(RejectedHint(name, "too_many"))
+        given = value[:MAX_DIRECTIVES]
+        for item in given:
+            if isinstance(item, Mapping):
+                self.only_known(name, item, _IN_DIRECTIVES)
+        parsed = (self.read(name, _directive, item) for item in given)
         return tuple(directive for directive in parsed if directive is not None)
 
     def clamp(self, name: str, value: Any, most: float) -> Any:
@@ -305,16 +315,14 @@ def _parse_hints(
         values["retention_directives"] = _clamped_directives(
             parser, parser.directives(value), tenant
         )
-    if len(raw) > sum(name in raw for name in _KNOWN):
-        # Once, without their names: neither labels nor work grow with what is sent.
-        parser.rejected.append(RejectedHint("unknown", "unknown_field"))
+    parser.only_known("unknown", raw, _KNOWN)
     for name in _CAPS:
         if (value := params.get(name)) is not None:
             values[name] = parser.read(name, _count, value)
     if values.get("session") is None and session_id is not None:
         values["session"] = parser.read("session", _name, session_id)
 
-    for name in ("priority", "decode_priority"):
+    for name in _PRIORITIES:
         values[name] = parser.clamp(name, values.get(name), tenant.max_priority)
     values["ttl_s"] = parser.clamp("ttl_s", values.get("ttl_s"), tenant.max_ttl_s)
     if values["ttl_s"] is None and _is_raised(values):
@@ -325,10 +333,7 @@ def _parse_hints(
 
 
 def _is_raised(values: Mapping[str, Any]) -> bool:
-    return any(
-        (values.get(name) or 0) > DEFAULT_PRIORITY
-        for name in ("priority", "decode_priority")
-    )
+    return any((values.get(name) or 0) > DEFAULT_PRIORITY for name in _PRIORITIES)
 
 
 def _clamped_directives(

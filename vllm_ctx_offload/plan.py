@@ -63,6 +63,7 @@ class ModelShape:
     # vLLM writes to new blocks before the worker's hooks are called in a step.
     writes_early: bool = False
     draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
+    max_request_tokens: int | None = None  # of prompt and answer; None: not known
 
 
 # Without slots, so that what every step asks for is worked out once.
@@ -173,6 +174,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
             or the tenants' accounts do not fit the pool.
     """
     blocks_per_chunk = _blocks_per_chunk(config, _scheduler_block(shape.groups))
+    _check_chunk_fills(config, shape, blocks_per_chunk)
     pool_bytes = config.cpu_bytes_to_use
     if pool_bytes is None:
         pool_bytes = default_pool_bytes() // shape.num_engines
@@ -211,19 +213,44 @@ def _blocks_per_chunk(config: OffloadConfig, tokens_per_block: int) -> int:
     return blocks
 
 
+def _check_chunk_fills(
+    config: OffloadConfig, shape: ModelShape, blocks_per_chunk: int
+) -> None:
+    """A chunk longer than any request would never be stored, without a word."""
+    tokens = _scheduler_block(shape.groups) * blocks_per_chunk
+    most = shape.max_request_tokens
+    if blocks_per_chunk > 1 and most is not None and tokens > most:
+        key = "block_size" if config.blocks_per_chunk is None else "blocks_per_chunk"
+        raise ConfigError(
+            f"kv_connector_extra_config: {key} = {getattr(config, key)} makes chunks "
+            f"of {tokens} tokens, but no request is longer than {most} "
+            "(--max-model-len), so none would ever be stored; lower it."
+        )
+
+
 def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> None:
-    """Checks the tenants' sizes against a pool of `pool_bytes`.
+    """Checks sizes that are parts of the pool against one of `pool_bytes`.
+
+    What was asked for is never rounded to nothing.
 
     Raises:
-        ConfigError: naming the tenant, the values and the fix.
+        ConfigError: naming the key or the tenant, the values and the fix.
     """
     # Accounts count whole chunks, so a share is one of the whole chunks that fit.
     usable_bytes = pool_bytes - pool_bytes % chunk_bytes
+    _check_max_protected(config, usable_bytes, chunk_bytes)
     for name, tenant in config.tenants.items():
+        reserved = tenant.reserved.resolve(usable_bytes)
+        if reserved < chunk_bytes and not tenant.reserved.is_nothing:
+            text = (
+                f"tenant '{name}' has reserved = {format_bytes(reserved)}, "
+                f"{format_bytes(chunk_bytes - reserved)} below one chunk, so nothing "
+                "would be reserved; raise it, or leave it out."
+            )
+            raise fault_at(config, "tenants", text)
         if tenant.limit is None:
             continue
         limit = tenant.limit.resolve(usable_bytes)
-        reserved = tenant.reserved.resolve(usable_bytes)
         text = f"tenant '{name}' has limit = {format_bytes(limit)}, "
         if limit < reserved:
             text += (
@@ -246,3 +273,19 @@ def check_accounts(config: OffloadConfig, pool_bytes: int, chunk_bytes: int) -> 
             f"{format_bytes(sizes[name])}; lower them or raise cpu_bytes_to_use."
         )
         raise fault_at(config, "tenants", text)
+
+
+def _check_max_protected(
+    config: OffloadConfig, usable_bytes: int, chunk_bytes: int
+) -> None:
+    """The default is nobody's wish: of a pool of three chunks it protects none."""
+    share = config.max_protected
+    protected = share.resolve(usable_bytes)
+    was_given = "max_protected" in config.model_fields_set
+    if was_given and protected < chunk_bytes and not share.is_nothing:
+        text = (
+            f"max_protected = {format_bytes(protected)} of this pool, "
+            f"{format_bytes(chunk_bytes - protected)} below one chunk, so nothing "
+            'could be protected; raise it, or give "0%".'
+        )
+        raise fault_at(config, "max_protected", text)

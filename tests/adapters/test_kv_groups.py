@@ -119,6 +119,7 @@ class TestShape:
             bytes_per_block=PAGE_BYTES,
             num_device_blocks=8,
             num_workers=2,
+            max_request_tokens=2048,
         )
 
     @pytest.mark.parametrize(

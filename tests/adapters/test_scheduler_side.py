@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
@@ -180,6 +182,63 @@ def test_ignored_field_is_logged_once_and_counted_each_time(
     counts = side.take_stats()
     assert counts['["hints_rejected", "priority", "type"]'] == 3
     assert counts['["hints_rejected", "ttl_s", "negative"]'] == 3
+
+
+@pytest.mark.parametrize("odd", ["a\nb", "\u2028", "\x85", "\x1b[2J", "\ud800", "%s"])
+def test_no_text_of_a_request_gets_into_log_or_metrics(
+    make_side: MakeSide,
+    make_request: MakeRequest,
+    caplog: pytest.LogCaptureFixture,
+    odd: str,
+) -> None:
+    """A client could write lines of its own there."""
+    side = make_side(
+        tenants={"acme": {}, "*": {"isolation": "private"}},
+        tenant_from=["kv_transfer_params", "cache_salt", "lora"],
+    )
+    directives = [{odd: odd}, {"priority": 1, odd: 1}, odd]
+    for index, ctx in enumerate(
+        [
+            {"tenant": odd, "session": odd, odd: odd, "priority": odd},
+            {"tenant": [odd], "retention_directives": directives, "store": odd},
+            {"tenant": odd * 200, "session": odd * 200, "release": True},
+            odd,
+        ]
+    ):
+        params = {"ctx": {**ctx, "receipt": True} if isinstance(ctx, dict) else ctx}
+        request = make_request(16, f"{odd}{index}", params, cache_salt=odd)
+        receipt = store(side, request)
+        assert odd not in json.dumps(receipt, ensure_ascii=False)
+    assert caplog.records
+    for record in caplog.records:
+        assert odd not in record.getMessage()
+        assert record.getMessage().isprintable()
+    assert not side._disabled
+    assert not [key for key in side.take_stats() if odd in json.loads(key)]
+
+
+def test_a_device_reset_between_an_answer_and_its_admission_fails_the_load(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    """Should a release put a step between them: nothing old is copied."""
+    side, request = make_side(reset_with_device_cache=True), make_request(20)
+    pool = BlockPool(8, True, 4)
+    side.on_block_pool(pool)
+    store(side, make_request(16, "stored"))
+    assert side.lookup(request, 0) == (16, True)
+    assert pool.reset_prefix_cache()
+    side.on_allocated(request, [[1, 2, 3, 4]], 16)
+    (job,) = side.plan_step(StepEvents).loads
+    assert (job.block_ids, job.rows) == ((1, 2, 3, 4), ())
+
+
+def test_the_pool_is_left_alone_where_resets_are_not_followed(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    side = make_side()
+    side.on_block_pool(None)
+    store(side, make_request(16, "stored"))
+    assert side.lookup(make_request(20), 0) == (16, True)
 
 
 def resident(side: SchedulerSide) -> dict[str, int]:

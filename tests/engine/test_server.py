@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -29,12 +31,14 @@ def no_engine_here(shelf: EngineShelf) -> None:
 
 @pytest.fixture(scope="module")
 def server(llama: Path, no_engine_here: None) -> Iterator[Server]:
-    server = Server(
-        llama,
-        num_blocks=13,
-        cpu_bytes_to_use="64MiB",
-        tenants={"acme": {}, "zeta": {}},
-    )
+    # With the endpoints that reset caches and change weights.
+    with mock.patch.dict(os.environ, VLLM_SERVER_DEV_MODE="1"):
+        server = Server(
+            llama,
+            num_blocks=13,
+            cpu_bytes_to_use="64MiB",
+            tenants={"acme": {}, "zeta": {}},
+        )
     server.wait_ready()
     yield server
     server.close()
@@ -93,6 +97,29 @@ def test_two_tenants_are_served_and_counted(server: Server) -> None:
     found = server.metrics()
     assert {key: found.get(key) for key in expected} == expected
     assert not [key for key in found if "nobody" in key]
+
+
+@pytest.mark.parametrize(
+    ("calls", "num_loaded"),
+    [
+        (["/reset_prefix_cache"], 288),
+        (["/reset_prefix_cache?reset_external=true"], 0),
+        (["/pause?mode=wait", "/resume"], 0),
+        (["/pause?mode=keep", "/resume"], 0),
+        (["/pause?mode=abort&clear_cache=false", "/resume"], 288),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_calls_that_forget_the_host_are_those_the_docs_name(
+    server: Server, calls: list[str], num_loaded: int
+) -> None:
+    server.complete(FIRST, {"tenant": "acme"})
+    server.complete(SECOND, {"tenant": "zeta"})
+    for call in calls:
+        answer = server.post(call)
+        assert answer.get("success", True), answer
+    again = server.complete(FIRST, {"tenant": "acme"})
+    assert _receipt(again)["loaded_tokens"] == num_loaded
 
 
 def test_sigterm_stops_the_server_while_stores_are_under_way(server: Server) -> None:

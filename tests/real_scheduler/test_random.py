@@ -25,6 +25,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._engine = engine
         self._live: list[Request] = []
+        self._follows = engine.side._config.reset_with_device_cache
         self._prefixes = [
             [self._random.randrange(1, 500) for _ in range(260)] for _ in range(4)
         ]
@@ -72,7 +73,9 @@ class Chaos:
                 assert engine.side.planner._jobs.num_loads or any(
                     scheduler.kv_holding_waiting
                 )
-            engine.check()
+            else:
+                engine.model.generation += self._follows
+            self._check()
         if self._luck(0.01):
             self._reset_all()
         self.chance_to_end = self._random.choice([0.0, 0.2, 0.8, 1.0])
@@ -81,9 +84,14 @@ class Chaos:
         """New weights, as far as nothing of the old ones is left in vLLM."""
         engine = self._engine
         engine.flush()
-        if engine.scheduler.reset_prefix_cache(reset_connector=True):
+        if engine.scheduler.reset_prefix_cache(reset_connector=not self._follows):
             engine.model.generation += 1
-        engine.check()
+        self._check()
+
+    def _check(self) -> None:
+        # What a device's reset has made old goes with the next hook, not before.
+        if not self._follows:
+            self._engine.check()
 
     def _add(self) -> None:
         luck = self._random
@@ -112,6 +120,15 @@ SETUPS: list[dict[str, Any]] = [
     {"async_scheduling": True, "extra": {"blocks_per_chunk": 3}},
     {"num_workers": 2, "extra": {"blocks_per_chunk": 2}},
     {"async_scheduling": True, "extra": {"store_threshold": 2}, "num_workers": 2},
+    {"extra": {"reset_with_device_cache": True}},
+    {
+        "groups": (None, 70, 70),
+        "num_blocks": 60,
+        "num_slots": 27,
+        "async_scheduling": True,
+        "num_workers": 2,
+        "extra": {"reset_with_device_cache": True, "store_threshold": 2},
+    },
     {"groups": (None, 70, 70), "num_blocks": 60, "num_slots": 27},
     {
         "groups": (33, None),

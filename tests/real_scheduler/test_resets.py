@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from real_scheduler.harness import Engine
+import pytest
+from real_scheduler.harness import Engine, ours
 from real_scheduler.invariants import host_manager, is_parked
+from vllm.v1.core.sched.interface import PauseState
 
 PROMPT = list(range(1, 201))  # six blocks and 8 tokens
 
@@ -186,3 +188,179 @@ def test_reset_gives_back_a_lease(make_engine: MakeEngine) -> None:
     assert host_manager(engine.side).num_resident == 0
     engine.abort(blocker)
     engine.settle()
+
+
+def test_a_request_that_loaded_while_kept_paused_holds_its_blocks(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """Why a pause that keeps requests can fail on a server too: what the docs say.
+
+    1. A load is under way; vLLM is paused with `keep`.
+    2. vLLM steps on until no transfer is open; the request does not run.
+    3. Its reset of all caches raises; after a resume and a step it does not.
+    """
+    engine = make_engine(async_scheduling=async_scheduling)
+    engine.run(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    engine.controls.hold_loads = True
+    request = engine.add(PROMPT, max_tokens=4)
+    engine.step(3)
+    assert is_parked(request)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.controls.hold_loads = False
+    engine.drain()
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.scheduler.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=True
+        )
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.step()
+    engine.flush()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert engine.scheduler.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=True
+    )
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.settle()
+    assert engine.tokens["r1"] == engine.answer(PROMPT, 4)
+
+
+# ---- reset_with_device_cache: vLLM's own reset is a reset of the host
+
+FOLLOW = {"reset_with_device_cache": True}
+
+
+def test_without_the_key_old_kv_outlives_a_reset_of_the_device(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """vLLM's default (`reset_connector=False`): after new weights that is wrong."""
+    engine = make_engine(async_scheduling=async_scheduling)
+    engine.run(PROMPT)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run(PROMPT)
+    assert engine.count("loaded_bytes") > 0
+
+
+@pytest.mark.parametrize("refilled", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_after_a_reset_of_the_device_nothing_old_is_read(
+    make_engine: MakeEngine,
+    async_scheduling: bool,
+    prefix_caching: bool,
+    refilled: bool,
+) -> None:
+    """CASES 32: new weights, then `reset_prefix_cache()` and nothing else.
+
+    With `refilled` another prompt has filled the device's cache before the old one is
+    asked for again.
+    """
+    engine = make_engine(
+        async_scheduling=async_scheduling, prefix_caching=prefix_caching, extra=FOLLOW
+    )
+    engine.run(PROMPT)
+    assert host_manager(engine.side).num_resident == 6
+    engine.flush()
+    engine.model.generation += 1
+    assert engine.scheduler.reset_prefix_cache()
+    if refilled:
+        engine.run([9] * 200)
+    engine.run(PROMPT)
+    engine.settle()
+    assert engine.count("loaded_bytes") == 0
+    assert host_manager(engine.side).num_resident == 6 + 6 * refilled
+
+
+def test_a_store_under_way_at_a_reset_of_the_device_is_not_kept(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 32.
+
+    1. A store is held back; its request ends.
+    2. New weights; vLLM's cache is reset.
+    3. The store ends, with no request and so no lookup in between.
+    4. The prompt is asked for again: computed.
+    """
+    engine = make_engine(async_scheduling=async_scheduling, extra=FOLLOW)
+    engine.controls.hold_stores = True
+    request = engine.add(PROMPT)
+    engine.step_until(lambda: request.request_id in engine.finished)
+    engine.flush()
+    engine.model.generation += 1
+    assert engine.scheduler.reset_prefix_cache()
+    engine.controls.hold_stores = False
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 0
+    engine.run(PROMPT)
+    assert engine.count("loaded_bytes") == 0
+
+
+def test_a_running_request_that_a_reset_preempts_reads_nothing_old(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    """CASES 32, with `reset_running_requests`: it would load its own old chunks."""
+    engine = make_engine(async_scheduling=async_scheduling, extra=FOLLOW)
+    engine.add(PROMPT, max_tokens=8)
+    engine.step(3)
+    engine.flush()
+    engine.model.generation += 1
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.settle()
+    assert engine.count("loaded_bytes") == 0
+    assert engine.tokens["r0"] == engine.answer(PROMPT, 8)
+    assert host_manager(engine.side).num_resident == 6
+
+
+def test_a_reset_takes_back_an_answer_that_was_not_admitted_yet(
+    make_engine: MakeEngine,
+) -> None:
+    """CASES 6 and 32: the lease of a request that waits for room.
+
+    1. A request is told of a hit; the device has no room for it.
+    2. The blocker is aborted; new weights; vLLM's cache is reset.
+    3. The request is admitted: computed.
+    """
+    engine = make_engine(num_blocks=9, extra=FOLLOW)
+    engine.run(PROMPT)
+    blocker = engine.add([7] * 60, max_tokens=100)
+    engine.step()
+    engine.scheduler.kv_cache_manager.evict_blocks(set(range(1, 9)))
+    engine.add(PROMPT)
+    engine.step()
+    assert engine.side.planner._states["r2"].lease is not None
+    engine.abort(blocker)
+    engine.model.generation += 1
+    assert engine.scheduler.reset_prefix_cache()
+    engine.settle()
+    assert engine.count("loaded_bytes") == 0
+
+
+def test_a_reset_that_vllm_refuses_forgets_nothing(make_engine: MakeEngine) -> None:
+    """The device's cache is as it was, and the answer is False."""
+    engine = make_engine(extra=FOLLOW)
+    engine.add(PROMPT, max_tokens=30)
+    engine.step(3)
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.settle()
+    assert host_manager(engine.side).num_resident == 6
+
+
+def test_each_of_two_connectors_follows_the_device(
+    make_engine: MakeEngine, async_scheduling: bool
+) -> None:
+    part = ours(cpu_bytes_to_use="1MiB", **FOLLOW)
+    engine = make_engine(
+        async_scheduling=async_scheduling,
+        kv_transfer={
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [part, part]},
+        },
+    )
+    engine.run(PROMPT)
+    engine.flush()
+    engine.model.generation += 1
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run(PROMPT)
+    engine.settle()
+    assert engine.count("loaded_bytes") == 0

@@ -125,6 +125,7 @@ def model_shape(vllm_config: Any, kv_cache_config: Any) -> ModelShape:
         num_engines=max(parallel.data_parallel_size_local, 1),
         writes_early=_writes_early(vllm_config, kv_cache_config),
         draft_lookahead=draft_lookahead(vllm_config),
+        max_request_tokens=vllm_config.model_config.max_model_len,
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
+from vllm_ctx_offload.adapters.device_cache import DeviceCacheWatch, watch_resets
 from vllm_ctx_offload.adapters.gauges import PoolGauges
 from vllm_ctx_offload.adapters.kv_events import ChunkEvent, ChunkEvents
 from vllm_ctx_offload.config import OffloadConfig
@@ -49,6 +50,7 @@ class SchedulerSide:
         self._stats.set("disabled", to=0)
         self._warned: set[tuple[str, str]] = set()
         self._disabled = False
+        self._device_cache: DeviceCacheWatch | None = None
         # Promised loads that the planner did not take; without rows they fail.
         self._broken_loads: list[TransferJob] = []
         policy = policy_of(
@@ -72,6 +74,28 @@ class SchedulerSide:
             prompt_only=config.offload_prompt_only,
             load_wait_s=config.load_wait_ms / 1000,
         )
+
+    def on_block_pool(self, block_pool: Any) -> None:
+        """Takes the pool of the device's blocks, at the start.
+
+        Raises:
+            ConfigError: its resets are to be followed, but would not be seen.
+        """
+        if self._config.reset_with_device_cache:
+            self._device_cache = watch_resets(block_pool)
+
+    def _catch_up(self) -> None:
+        """Makes up for a reset of the device's cache, before anything is read.
+
+        Where it succeeds no request holds a block, so none is being loaded, and what a
+        request computed before it is lost to that request as well.
+        """
+        if not self._config.reset_with_device_cache:
+            return
+        assert self._device_cache is not None, "vLLM handed over no block pool"
+        if self._device_cache.saw_reset():
+            logger.info("vLLM has reset its prefix cache; host memory is reset too.")
+            self.planner.reset()
 
     def _make_context(self, request: Any) -> ReqContext:
         lora = getattr(request, "lora_request", None)
@@ -106,6 +130,7 @@ class SchedulerSide:
 
     def lookup(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         def look_up() -> tuple[int | None, bool]:
+            self._catch_up()
             answer = self.planner.lookup(request, num_local_tokens, time.monotonic())
             if self._has_states:
                 # vLLM ends a piece of the prompt there, and so keeps a state. It knows
@@ -126,6 +151,7 @@ class SchedulerSide:
         num_external_tokens: int,
     ) -> None:
         def take() -> bool:
+            self._catch_up()
             self.planner.on_allocated(request, block_ids, num_external_tokens)
             return True
 
@@ -135,11 +161,11 @@ class SchedulerSide:
             self._broken_loads.append(TransferJob(-1, request.request_id, targets, ()))
 
     def plan_step(self, read_events: Callable[[], StepEvents]) -> TransferPlan:
-        plan = self._attempt(
-            "build_connector_meta",
-            lambda: self.planner.plan_step(read_events()),
-            None,
-        )
+        def make_plan() -> TransferPlan | None:
+            self._catch_up()
+            return self.planner.plan_step(read_events())
+
+        plan = self._attempt("build_connector_meta", make_plan, None)
         if plan is None:
             loads = (*self.planner.abandon(), *self._broken_loads)
             self._broken_loads.clear()

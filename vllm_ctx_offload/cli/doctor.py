@@ -39,6 +39,7 @@ from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import default_pool_bytes
 from vllm_ctx_offload.plan import OffloadPlan
+from vllm_ctx_offload.text import printable
 
 __all__ = ["add_doctor", "run_doctor"]
 
@@ -179,7 +180,8 @@ def _print(
         print(json.dumps({"findings": found, "plan": plan}, indent=2))
         return
     for finding in findings:
-        print(f"{finding.level.value:<6}{finding.topic:<9}{finding.text}")
+        text = printable(finding.text)
+        print(f"{finding.level.value:<6}{finding.topic:<9}{text}")
     if plan is not None:
         print()
         for line in plan_as_text(plan):

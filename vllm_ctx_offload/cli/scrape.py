@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from vllm_ctx_offload.adapters.catalogue import CONNECTOR_LABEL, PREFIX
 from vllm_ctx_offload.errors import ConfigError
+from vllm_ctx_offload.text import printable
 
 __all__ = ["PoolFigures", "TenantFigures", "fetch", "metrics_url", "parse_page"]
 
@@ -104,7 +105,8 @@ def parse_page(text: str) -> dict[str, PoolFigures]:
     """
     pools: dict[str, PoolFigures] = {}
     for sample in _samples(text):
-        labels = sample.labels
+        # Whoever serves the page named these: they go to a terminal.
+        labels = {name: printable(value) for name, value in sample.labels.items()}
         pool = pools.setdefault(labels.get(CONNECTOR_LABEL, "0"), PoolFigures())
         pool.engines.add(labels.get("engine", "0"))
         _add(pool, sample.name.removeprefix(PREFIX), labels, sample.value)
@@ -125,7 +127,8 @@ def _samples(text: str) -> Iterable[Any]:
             "top needs prometheus_client, which vLLM brings; here install it by "
             "pip install prometheus_client."
         ) from None
-    ours = "".join(f"{line}\n" for line in text.splitlines() if PREFIX in line)
+    # The format ends lines by this one character; labels may hold all others.
+    ours = "".join(f"{line}\n" for line in text.split("\n") if PREFIX in line)
     try:
         families = [*text_string_to_metric_families(ours)]
     except ValueError as error:

@@ -38,6 +38,7 @@ from vllm_ctx_offload.cli.traces import TraceError, read_trace
 from vllm_ctx_offload.config import Bytes, OffloadConfig, parse_config
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import check_accounts
+from vllm_ctx_offload.text import printable
 
 __all__ = ["add_simulate", "run_simulate"]
 
@@ -112,7 +113,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         trace = read_trace(args.trace, args.tokens_per_chunk)
         pools = _pools(args, config, trace.tokens_per_chunk)
     except (TraceError, ConfigError) as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 2
     requests = prepare(trace, config)
     results = _simulate(requests, config, pools)
@@ -126,7 +127,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         try:
             draw(args.plot, results)
         except OSError as error:
-            print(f"--plot {args.plot}: can't be written ({error}).", file=sys.stderr)
+            text = f"--plot {args.plot}: can't be written ({error})."
+            print(printable(text), file=sys.stderr)
             return 2
     return 0
 
