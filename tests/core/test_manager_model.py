@@ -208,6 +208,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [
             (
                 *(key, run.used_at, run.session and run.session.key, run.priority),
+                math.inf if run.ttl_s is None else run.ttl_s,
                 math.inf if run.expires_at is None else run.expires_at,
                 self.still_ahead(run.expected_at),
             )
@@ -220,7 +221,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [
             (
                 *(record.key, record.used_at, record.session, record.priority),
-                record.expires_at,
+                *(record.ttl_s, record.expires_at),
                 self.still_ahead(record.expected_at),
             )
             for record in sorted(self.naive.records, key=lambda record: record.used)

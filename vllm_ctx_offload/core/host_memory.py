@@ -300,6 +300,8 @@ class HostMemoryManager(OffloadingManager):
         slots = {state.slot for state in states}
         assert len(slots) == len(states) == self.num_resident, "two chunks share a slot"
         assert set(self._pins) <= slots
+        for run in self._table:
+            assert all((key in self._storing) == run.being_stored for key in run.chunks)
         for shard in self._ready:
             assert not shard.keys() & self._storing.keys()
             assert not shard.keys() & self._doomed.keys()
