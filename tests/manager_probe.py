@@ -45,7 +45,7 @@ def make_manager(
     policy = PolicyConfig(
         accounts={"default": AccountTerms(), **(accounts or {})},
         max_protected=max_protected,
-        tokens_per_chunk=tokens_per_chunk,
+        columns=((0, tokens_per_chunk),),
         plain_lru=plain_lru,
     )
     return HostMemoryManager(num_slots, OffloadStats(), policy, clock or FakeClock())

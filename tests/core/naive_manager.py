@@ -164,10 +164,10 @@ class NaiveManager:
 
     def wish_for(self, context: ReqContext, index: int) -> tuple[int, float] | None:
         """Returns the priority that is asked for a chunk, and for how long."""
-        hints, size = context.hints, self.policy.tokens_per_chunk
+        hints = context.hints
         if self.policy.plain_lru:
             return None
-        first, end = index * size, (index + 1) * size
+        first, end = self.tokens_of(index)
         asked = [
             (d.priority, math.inf if d.duration_s is None else d.duration_s)
             for d in hints.retention_directives
@@ -182,6 +182,13 @@ class NaiveManager:
         if priority == DEFAULT:
             return None
         return priority, math.inf if hints.ttl_s is None else hints.ttl_s
+
+    def tokens_of(self, index: int) -> tuple[int, int]:
+        """Returns the tokens, from one up to another, of a chunk in a chain."""
+        columns = self.policy.columns
+        span, column = divmod(index, len(columns))
+        start = span * max(end for _, end in columns)
+        return start + columns[column][0], start + columns[column][1]
 
     def _begin_use(self) -> None:
         self._num_uses += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from core.naive_manager import NaiveManager
-from core.strategies import CHAINS, HINTS, TENANTS
+from core.strategies import CHAINS, COLUMNS, HINTS, TENANTS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -41,7 +41,7 @@ def policies(draw: st.DrawFn, num_slots: int) -> PolicyConfig:
     return PolicyConfig(
         accounts=accounts,
         max_protected=draw(st.integers(0, 6)),
-        tokens_per_chunk=draw(st.integers(1, 2)),
+        columns=draw(COLUMNS),
         plain_lru=draw(st.sampled_from([False, False, False, True])),
     )
 

@@ -20,6 +20,7 @@ from vllm_ctx_offload.core import (
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler import Planner, StepEvents
+from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.loads import promised_blocks
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -55,8 +56,7 @@ class SchedulerSide:
             config,
             plan.num_slots,
             plan.bytes_per_chunk,
-            tokens_per_chunk=plan.tokens_per_span,
-            keys_per_chunk=sum(plan.chunks_per_span),
+            ChainShape(plan).token_columns,
         )
         self._events = ChunkEvents() if kv_events else None
         memory = HostMemoryManager(

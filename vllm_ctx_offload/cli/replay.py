@@ -125,7 +125,7 @@ def _make_manager(
         config,
         pool.num_chunks,
         pool.bytes_per_chunk,
-        tokens_per_chunk=pool.tokens_per_chunk,
+        columns=((0, pool.tokens_per_chunk),),
     )
     if plain_lru:
         policy = policy._replace(plain_lru=True)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.order import RELEASED, EvictionOrder, Run, Session
-from vllm_ctx_offload.core.retention import Segment, Wish, segments_of
+from vllm_ctx_offload.core.retention import Columns, Segment, Wish, segments_of
 from vllm_ctx_offload.core.runs import RunTable
 from vllm_ctx_offload.core.tenants import (
     Account,
@@ -28,9 +28,7 @@ class PolicyConfig(NamedTuple):
 
     accounts: Mapping[str, AccountTerms]  # by tenant; `default` among them
     max_protected: int  # chunks that priorities above the default may protect together
-    tokens_per_chunk: int = 1  # hints are given in tokens
-    # In a chain, for the same tokens: as a rule one of each group.
-    keys_per_chunk: int = 1
+    columns: Columns = ((0, 1),)  # hints are given in tokens
     plain_lru: bool = False  # ignore every hint and tenant
 
 
@@ -38,16 +36,13 @@ def policy_of(
     config: OffloadConfig,
     num_slots: int,
     bytes_per_chunk: int,
-    *,
-    tokens_per_chunk: int,
-    keys_per_chunk: int = 1,
+    columns: Columns,
 ) -> PolicyConfig:
     """Returns what a configuration means for a pool of `num_slots` chunks."""
     return PolicyConfig(
         accounts=account_terms(config, num_slots, bytes_per_chunk),
         max_protected=config.max_protected.resolve(num_slots),
-        tokens_per_chunk=tokens_per_chunk,
-        keys_per_chunk=keys_per_chunk,
+        columns=columns,
         plain_lru=config.eviction_policy == "lru",
     )
 
@@ -139,9 +134,7 @@ class RetentionPolicy:
     def _segments_for(self, req_context: ReqContext) -> tuple[Segment, ...]:
         segments = self._segments.get(req_context.request_id)
         if segments is None:
-            segments = segments_of(
-                req_context, self._config.tokens_per_chunk, self._config.keys_per_chunk
-            )
+            segments = segments_of(req_context, self._config.columns)
             if segments != _PLAIN:
                 self._segments[req_context.request_id] = segments
         return segments
