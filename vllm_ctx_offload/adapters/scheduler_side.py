@@ -13,8 +13,7 @@ from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
     HostMemoryManager,
-    OffloadingManager,
-    ReuseFilter,
+    filtered,
     policy_of,
 )
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
@@ -63,7 +62,7 @@ class SchedulerSide:
             plan.num_slots, self._stats, policy, time.monotonic, self._events
         )
         self._gauges = PoolGauges(plan, policy, memory, self._stats)
-        self.manager = _with_filter(config, memory)
+        self.manager = filtered(memory, config, policy, plan.num_slots)
         self.planner = Planner(
             plan,
             self.manager,
@@ -197,9 +196,3 @@ class SchedulerSide:
                 hook,
             )
             return fallback
-
-
-def _with_filter(config: OffloadConfig, memory: HostMemoryManager) -> OffloadingManager:
-    if config.store_threshold < 2:
-        return memory
-    return ReuseFilter(memory, config.store_threshold, config.max_tracker_size)

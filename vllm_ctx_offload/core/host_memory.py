@@ -129,7 +129,7 @@ class HostMemoryManager(OffloadingManager):
 
     def touch(self, keys: Sequence[bytes], req_context: ReqContext) -> None:
         use = self._policy.begin_use(req_context, self._clock())
-        self._policy.move(use, keys, self._find(keys))
+        self._policy.move(use, keys, self.find(keys))
         self._end_use(use)
 
     def prepare_load(
@@ -155,7 +155,7 @@ class HostMemoryManager(OffloadingManager):
         *,
         holes: Container[int] = (),
     ) -> StoreGrant:
-        slots = self._find(keys)
+        slots = self.find(keys)
         absent = [index for index, slot in enumerate(slots) if slot is None]
         absent = [index for index in absent if index not in holes]
         if self._doomed:
@@ -262,7 +262,7 @@ class HostMemoryManager(OffloadingManager):
 
     # ---- where keys are
 
-    def _find(self, keys: Sequence[bytes]) -> list[int | None]:
+    def find(self, keys: Sequence[bytes]) -> list[int | None]:
         """Returns the slots of the keys that can be found now or soon, else None."""
         ready = self._ready
         slots = [ready[key[-1]].get(key) for key in keys]
