@@ -129,7 +129,7 @@ def test_a_chunk_that_lies_half_in_the_window_is_loaded_by_half() -> None:
     bench.planner.on_allocated(request, tables, 40)
     (job,) = bench.idle().loads
     assert job.block_ids == (*range(1, 11), 29)
-    assert job.rows[-1] == bench.manager._find(job_keys(bench, job.job_id))[-1] * 2 + 1
+    assert job.rows[-1] == bench.manager.find(job_keys(bench, job.job_id))[-1] * 2 + 1
 
 
 def job_keys(bench: Bench, job_id: int) -> tuple[bytes, ...]:
