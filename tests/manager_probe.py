@@ -17,6 +17,7 @@ from vllm_ctx_offload.core import (
     PolicyConfig,
     ReuseFilter,
 )
+from vllm_ctx_offload.core.reuse import tracker_policy
 from vllm_ctx_offload.stats import OffloadStats
 
 LOOKUP_MISS = LookupResult(0, pending=False)
@@ -45,7 +46,7 @@ def make_manager(
     policy = PolicyConfig(
         accounts={"default": AccountTerms(), **(accounts or {})},
         max_protected=max_protected,
-        tokens_per_chunk=tokens_per_chunk,
+        columns=((0, tokens_per_chunk),),
         plain_lru=plain_lru,
     )
     return HostMemoryManager(num_slots, OffloadStats(), policy, clock or FakeClock())
@@ -126,5 +127,20 @@ def make_checked(kind: str, num_slots: int) -> Checked:
     inner = make_manager(num_slots, accounts=accounts, plain_lru=kind == "plain")
     outer: OffloadingManager = inner
     if kind.startswith("filter"):
-        outer = ReuseFilter(inner, int(kind.removeprefix("filter")), 1_000)
+        outer = make_filter(inner, int(kind.removeprefix("filter")), 1_000)
     return Checked(outer, inner)
+
+
+def make_filter(
+    inner: HostMemoryManager, threshold: int = 2, max_tracker_size: int = 100
+) -> ReuseFilter:
+    """Returns a manager behind a reuse filter, on the same accounts."""
+    num_slots = inner._slots.num_slots
+    policy = tracker_policy(inner._policy._config, num_slots, max_tracker_size)
+    return ReuseFilter(inner, threshold, max_tracker_size, policy)
+
+
+def tracked(manager: ReuseFilter) -> dict[bytes, int]:
+    """Returns the keys that a filter remembers, and by how many each was offered."""
+    states = manager._tracker.chunks()
+    return {state.key: manager._counts[state.slot] for state in states}

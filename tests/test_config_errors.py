@@ -54,7 +54,14 @@ FLAG_RULE = "must be a valid boolean; use true or false."
             *("store_threshold", -1, "-1"),
             "must be greater than or equal to 0; use 0 for no reuse filter.",
         ),
-        ("max_tracker_size", 0, "0", "must be greater than 0; use 1 or more keys."),
+        (
+            *("max_tracker_size", 0, "0"),
+            "must be greater than 0; use 1 or more keys, as 64000.",
+        ),
+        (
+            *("max_tracker_size", 10**12, "1000000000000"),
+            "must be less than or equal to 100000000; use 1 or more keys, as 64000.",
+        ),
         *[
             (
                 *("eviction_policy", value, repr(value)),

@@ -52,7 +52,8 @@ _CONFIG: Final = {
     "offload_prompt_only": "`false` also stores blocks that decoding fills",
     "store_threshold": "from 2 on, a chunk is stored once that many requests offered "
     "it (reuse filter)",
-    "max_tracker_size": "keys that the reuse filter remembers",
+    "max_tracker_size": "keys that the reuse filter remembers, at 200 bytes each; with "
+    "fewer than the pool has chunks, a tenant may not come to fill its reservation",
     "eviction_policy": '`"lru"` ignores accounts and retention hints; namespaces and '
     "switches stay",
     "tenants": "name (1 to 128 printable characters) → account, see below; "

@@ -152,7 +152,10 @@ class OffloadConfig(BaseModel):
     blocks_per_chunk: int | None = Field(None, gt=0, description="use 1 or more")
     offload_prompt_only: bool = Field(True, description=_FLAG_FIX)
     store_threshold: int = Field(0, ge=0, description="use 0 for no reuse filter")
-    max_tracker_size: int = Field(64_000, gt=0, description="use 1 or more keys")
+    # Bounded, because some of the memory for them is taken at the start.
+    max_tracker_size: int = Field(
+        64_000, gt=0, le=100_000_000, description="use 1 or more keys, as 64000"
+    )
     eviction_policy: Literal["ctx", "lru"] = Field(
         "ctx", description='use "lru" to ignore every hint and tenant'
     )

@@ -382,6 +382,18 @@ def test_threshold_puts_the_filter_before_the_manager(
     assert len(side.plan_step(lambda: events).stores) == 1
 
 
+def test_the_filter_gives_tenants_their_share_of_its_tracker(
+    make_side: MakeSide,
+) -> None:
+    tenants = {"acme": {"reserved": "50%", "weight": 2}, "zeta": {"limit": "25%"}}
+    side = make_side(tenants=tenants, store_threshold=2, max_tracker_size=64)
+    accounts = {
+        account.name: account for account in side.manager._tracker._table.accounts
+    }
+    assert (accounts["acme"].reserved, accounts["acme"].weight) == (32, 2)
+    assert (accounts["zeta"].limit, accounts["default"].limit) == (16, None)
+
+
 def test_work_is_pending_until_the_worker_has_reported(
     make_side: MakeSide, make_request: MakeRequest
 ) -> None:

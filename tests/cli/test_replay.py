@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -101,6 +102,28 @@ def test_the_reuse_filter_stores_at_the_second_offer() -> None:
     trace = trace_of(([1], {}), ([1], {}), ([1], {}))
     assert hits_of(trace, 4, store_threshold=2) == [0, 0, 1]
     assert hits_of(trace, 4, store_threshold=2, plain_lru=True) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("num_noisy", [0, 40])
+def test_behind_the_reuse_filter_a_reservation_holds(num_noisy: int) -> None:
+    """Prompts of 50 chunks that come once, beside a tenant with a fifth of the pool."""
+    ids = itertools.count(1_000)
+    requests: list[tuple[Sequence[int], dict[str, Any]]] = []
+    for _turn in range(10):
+        for prompt in range(4):
+            quiet = [100 * prompt + depth for depth in range(5)]
+            requests.append((quiet, {"tenant": "quiet"}))
+            for _ in range(num_noisy):
+                one_shot = list(itertools.islice(ids, 50))
+                requests.append((one_shot, {"tenant": "noisy"}))
+    hits = hits_of(
+        trace_of(*requests),
+        100,
+        tenants={"quiet": {"reserved": "20%"}, "noisy": {}},
+        store_threshold=2,
+        max_tracker_size=400,
+    )
+    assert hits[:: num_noisy + 1] == [0] * 8 + [5] * 32
 
 
 def test_the_name_counts_wherever_the_configuration_takes_it_from() -> None:

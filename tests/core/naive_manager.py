@@ -39,11 +39,10 @@ class Record:
     used_at: float = 0.0
     session: SessionKey | None = None  # the only one that has used it
     priority: int = DEFAULT
-    ttl_s: float | None = None  # starts anew when the chunk becomes readable
-    expires_at: float = math.inf  # when the priority ends
+    # How long the priority holds once the chunk is readable, and from then on its end.
+    ttl_s: float = math.inf
+    expires_at: float = math.inf
     expected_at: float | None = None
-    # Chunks that one use left alike side by side: their ttl has one clock.
-    group: int = 0
 
     @property
     def pins(self) -> int:
@@ -72,8 +71,6 @@ class NaiveManager:
         self.evicted: Counter[tuple[str, str]] = Counter()  # (whose, for whom)
         self.num_over_budget = 0
         self._num_uses = 0
-        self._num_groups = 0
-        self._last_place: object = None
 
     # ---- the life cycle
 
@@ -105,10 +102,7 @@ class NaiveManager:
             record.stores -= 1
             record.ready = record.ready or success
             record.doomed = record.doomed or not success
-        groups = {record.group for record in stored}
-        for record in self.records:
-            if success and record.group in groups and record.ttl_s is not None:
-                record.expires_at = self.clock() + record.ttl_s
+            self._keep(record, record.priority, record.ttl_s)
         self._drop_dead()
 
     def remove(self, keys: Collection[bytes]) -> None:
@@ -152,8 +146,7 @@ class NaiveManager:
             return
         for record in self.records:
             if record.session == self.session_of(context):
-                record.priority = RELEASED
-                record.ttl_s, record.expires_at = None, math.inf
+                self._keep(record, RELEASED)
                 record.expected_at = None
 
     def account_of(self, context: ReqContext) -> str:
@@ -171,10 +164,10 @@ class NaiveManager:
 
     def wish_for(self, context: ReqContext, index: int) -> tuple[int, float] | None:
         """Returns the priority that is asked for a chunk, and for how long."""
-        hints, size = context.hints, self.policy.tokens_per_chunk
+        hints = context.hints
         if self.policy.plain_lru:
             return None
-        first, end = index * size, (index + 1) * size
+        first, end = self.tokens_of(index)
         asked = [
             (d.priority, math.inf if d.duration_s is None else d.duration_s)
             for d in hints.retention_directives
@@ -190,13 +183,18 @@ class NaiveManager:
             return None
         return priority, math.inf if hints.ttl_s is None else hints.ttl_s
 
+    def tokens_of(self, index: int) -> tuple[int, int]:
+        """Returns the tokens, from one up to another, of a chunk in a chain."""
+        columns = self.policy.columns
+        span, column = divmod(index, len(columns))
+        start = span * max(end for _, end in columns)
+        return start + columns[column][0], start + columns[column][1]
+
     def _begin_use(self) -> None:
         self._num_uses += 1
-        self._last_place = None
         for record in self.records:
             if record.expires_at <= self.clock():
-                record.priority = self.terms[record.account].base_priority
-                record.ttl_s, record.expires_at = None, math.inf
+                self._keep(record, self.terms[record.account].base_priority)
 
     def _use_resident(self, keys: Sequence[bytes], context: ReqContext) -> None:
         for index, key in enumerate(keys):
@@ -216,32 +214,26 @@ class NaiveManager:
             record.expected_at = now + context.hints.expected_reuse_s
         wish = self.wish_for(context, index)
         if wish is not None and (mine or self._raises(record, wish, context)):
-            record.priority = wish[0]
-            record.ttl_s = None if wish[1] == math.inf else wish[1]
-            record.expires_at = now + wish[1]
+            self._keep(record, *wish)
         elif is_new or record.priority == RELEASED:
-            record.priority = self.terms[record.account].base_priority
-            record.ttl_s, record.expires_at = None, math.inf
-        else:
-            record.ttl_s = None
-        self._group(record)
+            self._keep(record, self.terms[record.account].base_priority)
+
+    def _keep(self, record: Record, priority: int, ttl_s: float = math.inf) -> None:
+        """Gives a chunk a priority, whose time counts from when it can be read."""
+        record.priority, record.ttl_s, record.expires_at = priority, ttl_s, math.inf
+        if record.ready:
+            record.ttl_s, record.expires_at = math.inf, self.clock() + ttl_s
 
     def _raises(
         self, record: Record, wish: tuple[int, float], context: ReqContext
     ) -> bool:
         """Whether a wish for a chunk that several use is higher, or holds longer."""
+        asked, held = wish[1], record.ttl_s
+        if record.ready:
+            asked, held = self.clock() + wish[1], record.expires_at
         return record.account == self.account_of(context) and (
-            (wish[0], self.clock() + wish[1]) >= (record.priority, record.expires_at)
+            (wish[0], asked) >= (record.priority, held)
         )
-
-    def _group(self, record: Record) -> None:
-        place = (
-            *(record.account, record.session, record.priority),
-            *(record.ttl_s, record.expires_at, record.expected_at),
-        )
-        if place != self._last_place:
-            self._num_groups += 1
-        self._last_place, record.group = place, self._num_groups
 
     # ---- who gives way
 
@@ -344,6 +336,5 @@ class NaiveManager:
                 self.terms, key=lambda n: len(self.protected(n)) / self.terms[n].weight
             )
             record = min(self.protected(most), key=self.order)
-            record.priority = self.terms[most].base_priority
-            record.ttl_s, record.expires_at = None, math.inf
+            self._keep(record, self.terms[most].base_priority)
         self.num_over_budget += excess > 0

@@ -15,6 +15,17 @@ CHAINS = st.builds(
     st.sampled_from("xyz"),
     shared=st.sampled_from([0, 1, 3]),
 )
+# What the keys of a span stand for: one group of chunks, two that are alike, one of
+# larger chunks beside one of smaller ones, three of which none is like another.
+COLUMNS = st.sampled_from(
+    [
+        ((0, 1),),
+        ((0, 2),),
+        ((0, 3), (0, 3)),
+        ((0, 1), (1, 2), (0, 2)),
+        ((0, 6), (0, 2), (2, 4), (4, 6), (0, 3), (3, 6)),
+    ]
+)
 PRIORITIES = st.sampled_from([35, 35, 10, 60, 90])
 TIMES = st.sampled_from([None, 1, 3, 10])
 DIRECTIVES = st.builds(

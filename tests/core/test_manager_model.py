@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from core.naive_manager import NaiveManager
-from core.strategies import CHAINS, HINTS, TENANTS
+from core.strategies import CHAINS, COLUMNS, HINTS, TENANTS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -41,7 +41,7 @@ def policies(draw: st.DrawFn, num_slots: int) -> PolicyConfig:
     return PolicyConfig(
         accounts=accounts,
         max_protected=draw(st.integers(0, 6)),
-        tokens_per_chunk=draw(st.integers(1, 2)),
+        columns=draw(COLUMNS),
         plain_lru=draw(st.sampled_from([False, False, False, True])),
     )
 
@@ -208,6 +208,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [
             (
                 *(key, run.used_at, run.session and run.session.key, run.priority),
+                math.inf if run.ttl_s is None else run.ttl_s,
                 math.inf if run.expires_at is None else run.expires_at,
                 self.still_ahead(run.expected_at),
             )
@@ -220,7 +221,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [
             (
                 *(record.key, record.used_at, record.session, record.priority),
-                record.expires_at,
+                *(record.ttl_s, record.expires_at),
                 self.still_ahead(record.expected_at),
             )
             for record in sorted(self.naive.records, key=lambda record: record.used)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from core.chain_lru import StampLru
 from core.strategies import CHAINS
 from helpers import EMPTY_CONTEXT, make_chain
@@ -13,6 +14,7 @@ from manager_probe import FakeClock, counted, make_manager, resident_keys, store
 
 from vllm_ctx_offload.context import Hints, ReqContext, RetentionDirective
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, StoreGrant
+from vllm_ctx_offload.core.order import RELEASED
 
 OVER_BUDGET = '["hints_rejected", "priority", "budget"]'
 RAISED = ReqContext(request_id="raised", hints=Hints(priority=90, ttl_s=100))
@@ -145,6 +147,117 @@ def test_the_time_counts_from_when_the_chunk_became_readable() -> None:
     clock.now = 18.0
     manager.touch([b"x"], EMPTY_CONTEXT)
     assert manager.num_protected == 0
+
+
+def ends_at(manager: HostMemoryManager) -> dict[bytes, float | None]:
+    return {key: run.expires_at for run in manager._table for key in run.chunks}
+
+
+def asks(name: str, priority: int, ttl_s: float | None, **hints: Any) -> ReqContext:
+    return ReqContext(name, hints=Hints(priority=priority, ttl_s=ttl_s, **hints))
+
+
+def test_a_store_that_takes_longer_than_the_priority_holds_does_not_end_it() -> None:
+    clock = FakeClock()
+    manager = make_manager(4, max_protected=4, clock=clock)
+    context = asks("1", 90, 10)
+    manager.prepare_store([b"a"], context)
+    clock.now = 50.0
+    manager.touch([b"x"], EMPTY_CONTEXT)
+    assert manager.num_protected == 1
+    manager.complete_store([b"a"], context)
+    manager.touch([b"x"], EMPTY_CONTEXT)
+    assert (priorities(manager), ends_at(manager)) == ({b"a": 90}, {b"a": 60.0})
+
+
+@pytest.mark.parametrize(
+    ("other", "priority", "ends"),
+    [
+        (EMPTY_CONTEXT, 80, 110.0),  # it asks for nothing
+        (asks("2", 50, 99), 80, 110.0),
+        (asks("2", 80, 5), 80, 110.0),
+        (asks("2", 80, 30), 80, 130.0),
+        (asks("2", 90, 5), 90, 105.0),
+        (asks("2", 90, None), 90, None),
+        (asks("2", 35, 99, session="t"), 80, 110.0),
+    ],
+)
+def test_a_use_while_the_store_is_under_way_keeps_the_time_from_starting(
+    other: ReqContext, priority: int, ends: float | None
+) -> None:
+    """What holds longer wins by what was asked for: neither's time has begun."""
+    clock = FakeClock()
+    manager = make_manager(4, max_protected=4, clock=clock)
+    first = asks("1", 80, 10, session="s")
+    manager.prepare_store([b"a"], first)
+    clock.now = 40.0
+    manager.prepare_store([b"a"], other)
+    manager.touch([b"a"], other)
+    clock.now = 100.0
+    manager.complete_store([b"a"], first)
+    manager.touch([b"x"], EMPTY_CONTEXT)
+    assert (priorities(manager), ends_at(manager)) == ({b"a": priority}, {b"a": ends})
+
+
+def test_what_is_asked_for_a_chunk_that_is_being_stored_counts_from_its_end() -> None:
+    """Though the request that stores it asked for nothing."""
+    clock = FakeClock()
+    manager = make_manager(4, max_protected=4, clock=clock)
+    manager.prepare_store([b"a"], EMPTY_CONTEXT)
+    manager.touch([b"a"], asks("2", 90, 10))
+    clock.now = 100.0
+    manager.complete_store([b"a"], EMPTY_CONTEXT)
+    assert (priorities(manager), ends_at(manager)) == ({b"a": 90}, {b"a": 110.0})
+
+
+def test_of_chunks_used_together_each_counts_from_its_own_store() -> None:
+    """Two stores of one chain end at different times; a third is still under way."""
+    clock = FakeClock()
+    manager = make_manager(8, max_protected=8, clock=clock)
+    chain, context = make_chain(6), asks("1", 90, 10)
+    for length in (2, 4, 6):
+        manager.prepare_store(chain[:length], context)
+    for now, first in ((1.0, 2), (3.0, 0)):
+        clock.now = now
+        manager.complete_store(chain[first : first + 2], context)
+    ends = [13.0, 13.0, 11.0, 11.0, None, None]
+    assert ends_at(manager) == dict(zip(chain, ends, strict=True))
+    manager.check_invariants()
+    assert resident_keys(manager) == chain[::-1]  # the tail would still go first
+
+
+def test_parts_of_a_store_that_end_apart_keep_their_order_when_they_are_cut() -> None:
+    """The budget cuts what was cut before."""
+    manager = make_manager(12, max_protected=12)
+    chain, context = make_chain(6), asks("1", 90, 10)
+    manager.prepare_store(chain, context)
+    for done in (chain[1:2], chain[3:5], chain[:1], chain[2:3], chain[5:]):
+        manager.complete_store(done, context)
+    for most in range(5, -1, -1):
+        manager._table._max_protected = most
+        manager.touch([b"x"], EMPTY_CONTEXT)
+        kept = {key for key, priority in priorities(manager).items() if priority == 90}
+        assert kept == {*chain[:most]}
+        manager.check_invariants()
+    assert resident_keys(manager) == chain[::-1]
+
+
+def test_a_session_that_ends_while_its_store_is_under_way_releases_it() -> None:
+    manager = make_manager(2, max_protected=2)
+    context = asks("1", 90, 10, session="s", release=True)
+    manager.prepare_store([b"a"], context)
+    manager.on_request_finished(context)
+    manager.complete_store([b"a"], context)
+    assert (priorities(manager), ends_at(manager)) == ({b"a": RELEASED}, {b"a": None})
+
+
+def test_what_is_being_stored_counts_in_the_budget() -> None:
+    manager = make_manager(8, max_protected=2)
+    context = asks("1", 90, 10)
+    manager.prepare_store(make_chain(4), context)
+    assert manager.num_protected == 2
+    manager.complete_store(make_chain(4), context)
+    assert [*priorities(manager).values()].count(90) == 2
 
 
 def test_a_priority_that_has_ended_gives_its_budget_back() -> None:

@@ -193,7 +193,9 @@ def _assert_tables_are_empty(engine: Engine) -> None:
     manager = engine.side.manager
     if manager is not manager_of(engine.side):
         assert not manager._counted
-        assert len(manager._offers) <= VARIANTS["reuse_filter"]["max_tracker_size"]
+        max_tracker_size = VARIANTS["reuse_filter"]["max_tracker_size"]
+        assert manager._tracker.num_resident <= max_tracker_size
+        assert not manager._tracker._policy._segments
     assert engine.llm.reset_prefix_cache(), "a block was never freed"
 
 

@@ -70,8 +70,7 @@ class Bench:
         policy = PolicyConfig(
             {"default": AccountTerms()},
             max_protected=num_slots,
-            tokens_per_chunk=plan.tokens_per_span,
-            keys_per_chunk=sum(plan.chunks_per_span),
+            columns=ChainShape(plan).token_columns,
         )
         self.manager = HostMemoryManager(num_slots, self.stats, policy, lambda: 0.0)
         self.chain = ChainShape(plan)

@@ -6,7 +6,6 @@ import pytest
 from helpers import make_req_context
 from scheduler.bench import Bench, FakeRequest
 
-from vllm_ctx_offload.core.retention import segments_of
 from vllm_ctx_offload.plan import GroupShape
 from vllm_ctx_offload.scheduler import TableUpdate
 
@@ -130,7 +129,7 @@ def test_a_chunk_that_lies_half_in_the_window_is_loaded_by_half() -> None:
     bench.planner.on_allocated(request, tables, 40)
     (job,) = bench.idle().loads
     assert job.block_ids == (*range(1, 11), 29)
-    assert job.rows[-1] == bench.manager._find(job_keys(bench, job.job_id))[-1] * 2 + 1
+    assert job.rows[-1] == bench.manager.find(job_keys(bench, job.job_id))[-1] * 2 + 1
 
 
 def job_keys(bench: Bench, job_id: int) -> tuple[bytes, ...]:
@@ -178,11 +177,31 @@ def test_receipts_count_tokens_once_for_all_groups(bench: Bench) -> None:
     assert receipt["ctx"]["stored_tokens"] == 20
 
 
-def test_hints_in_tokens_hold_for_the_chunks_of_every_group() -> None:
-    directive = {"start": 4, "end": 12, "priority": 90, "duration": 5}
-    context = make_req_context(retention_directives=[directive])
-    one = segments_of(context, 4)
-    three = segments_of(context, 4, keys_per_chunk=3)
-    assert [segment.end for segment in one] == [1, 3, None]
-    assert [segment.end for segment in three] == [3, 9, None]
-    assert [s.wish for s in one] == [s.wish for s in three]
+def protected_chunks(bench: Bench) -> set[tuple[int, int]]:
+    """Returns (group, chunk of it) of what the request `first` has protected."""
+    keys = bench.planner._states["first"].keys
+    places = {key: place for place, key in enumerate(keys)}
+    return {
+        bench.chain.chunk_at(places[key])
+        for run in bench.manager._table
+        if run.priority > 35
+        for key in run.chunks
+    }
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_hints_in_tokens_hold_for_the_chunks_of_every_group(
+    blocks_per_chunk: int,
+) -> None:
+    """Each group's chunks that the range touches, whatever else is in their span."""
+    size = 4 * blocks_per_chunk
+    groups = (GroupShape(8), GroupShape(4), GroupShape(4))
+    bench = Bench(num_slots=64, groups=groups, blocks_per_chunk=blocks_per_chunk)
+    directive = {"start": 0, "end": size, "priority": 90, "duration": 5}
+    late = {"start": 5 * size + 1, "end": 7 * size, "priority": 80, "duration": 5}
+    params = {"ctx": {"retention_directives": [directive, late]}}
+    request = bench.add(10 * size, "first", kv_transfer_params=params)
+    tables = [list(range(1, 10 * blocks_per_chunk + 1)) for _ in groups]
+    bench.run(request, 10 * size, *tables)
+    small = {(group, chunk) for group in (1, 2) for chunk in (0, 5, 6)}
+    assert protected_chunks(bench) == {(0, 0), (0, 2), (0, 3), *small}

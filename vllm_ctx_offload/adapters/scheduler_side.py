@@ -14,13 +14,13 @@ from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
     HostMemoryManager,
-    OffloadingManager,
-    ReuseFilter,
+    filtered,
     policy_of,
 )
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
 from vllm_ctx_offload.scheduler import Planner, StepEvents
+from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.loads import promised_blocks
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -57,15 +57,14 @@ class SchedulerSide:
             config,
             plan.num_slots,
             plan.bytes_per_chunk,
-            tokens_per_chunk=plan.tokens_per_span,
-            keys_per_chunk=sum(plan.chunks_per_span),
+            ChainShape(plan).token_columns,
         )
         self._events = ChunkEvents() if kv_events else None
         memory = HostMemoryManager(
             plan.num_slots, self._stats, policy, time.monotonic, self._events
         )
         self._gauges = PoolGauges(plan, policy, memory, self._stats)
-        self.manager = _with_filter(config, memory)
+        self.manager = filtered(memory, config, policy, plan.num_slots)
         self.planner = Planner(
             plan,
             self.manager,
@@ -223,9 +222,3 @@ class SchedulerSide:
                 hook,
             )
             return fallback
-
-
-def _with_filter(config: OffloadConfig, memory: HostMemoryManager) -> OffloadingManager:
-    if config.store_threshold < 2:
-        return memory
-    return ReuseFilter(memory, config.store_threshold, config.max_tracker_size)

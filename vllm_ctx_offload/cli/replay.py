@@ -19,7 +19,7 @@ from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
     HostMemoryManager,
     OffloadingManager,
-    ReuseFilter,
+    filtered,
     policy_of,
 )
 from vllm_ctx_offload.scheduler.request_state import make_key_prefix
@@ -125,14 +125,12 @@ def _make_manager(
         config,
         pool.num_chunks,
         pool.bytes_per_chunk,
-        tokens_per_chunk=pool.tokens_per_chunk,
+        columns=((0, pool.tokens_per_chunk),),
     )
     if plain_lru:
         policy = policy._replace(plain_lru=True)
     manager = HostMemoryManager(pool.num_chunks, OffloadStats(), policy, clock)
-    if config.store_threshold >= 2 and not plain_lru:
-        return ReuseFilter(manager, config.store_threshold, config.max_tracker_size)
-    return manager
+    return manager if plain_lru else filtered(manager, config, policy, pool.num_chunks)
 
 
 def _serve(manager: OffloadingManager, request: PreparedRequest) -> int:

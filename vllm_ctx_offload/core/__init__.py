@@ -3,7 +3,7 @@
 from vllm_ctx_offload.core.host_memory import ChunkState, HostMemoryManager
 from vllm_ctx_offload.core.manager import LookupResult, OffloadingManager, StoreGrant
 from vllm_ctx_offload.core.policy import PolicyConfig, policy_of
-from vllm_ctx_offload.core.reuse import ReuseFilter
+from vllm_ctx_offload.core.reuse import ReuseFilter, filtered
 from vllm_ctx_offload.core.tenants import AccountTerms, account_terms
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "ReuseFilter",
     "StoreGrant",
     "account_terms",
+    "filtered",
     "policy_of",
 ]

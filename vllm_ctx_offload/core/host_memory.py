@@ -129,7 +129,7 @@ class HostMemoryManager(OffloadingManager):
 
     def touch(self, keys: Sequence[bytes], req_context: ReqContext) -> None:
         use = self._policy.begin_use(req_context, self._clock())
-        self._policy.move(use, keys, self._find(keys))
+        self._policy.move(use, keys, self.find(keys))
         self._end_use(use)
 
     def prepare_load(
@@ -155,7 +155,7 @@ class HostMemoryManager(OffloadingManager):
         *,
         holes: Container[int] = (),
     ) -> StoreGrant:
-        slots = self._find(keys)
+        slots = self.find(keys)
         absent = [index for index, slot in enumerate(slots) if slot is None]
         absent = [index for index in absent if index not in holes]
         if self._doomed:
@@ -262,7 +262,7 @@ class HostMemoryManager(OffloadingManager):
 
     # ---- where keys are
 
-    def _find(self, keys: Sequence[bytes]) -> list[int | None]:
+    def find(self, keys: Sequence[bytes]) -> list[int | None]:
         """Returns the slots of the keys that can be found now or soon, else None."""
         ready = self._ready
         slots = [ready[key[-1]].get(key) for key in keys]
@@ -300,6 +300,8 @@ class HostMemoryManager(OffloadingManager):
         slots = {state.slot for state in states}
         assert len(slots) == len(states) == self.num_resident, "two chunks share a slot"
         assert set(self._pins) <= slots
+        for run in self._table:
+            assert all((key in self._storing) == run.being_stored for key in run.chunks)
         for shard in self._ready:
             assert not shard.keys() & self._storing.keys()
             assert not shard.keys() & self._doomed.keys()

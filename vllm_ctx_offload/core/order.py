@@ -42,6 +42,7 @@ class Run:
 
     __slots__ = (
         "account",
+        "being_stored",
         "chunks",
         "expected_at",
         "expires_at",
@@ -62,14 +63,16 @@ class Run:
         self.run_id: Final = run_id
         # Of what was used together the part made later is the deeper one: it is older.
         # Of one run the parts split off its end are older, the first one most.
-        self.rank = (stamp, -run_id, sys.maxsize)
+        self.rank: tuple[int, ...] = (stamp, -run_id, sys.maxsize)
         self.num_splits = 0
         self.used_at: Final = used_at
         self.chunks: dict[bytes, int] = {}
         self.num_pinned = 0  # of `chunks`
+        self.being_stored = False  # all of `chunks`, or none
         self.priority = account.base_priority  # the effective one
-        self.ttl_s: float | None = None  # counted from when its chunks are readable
-        self.expires_at: float | None = None  # when `priority` ends
+        # Of chunks that are being stored: it starts when they become readable.
+        self.ttl_s: float | None = None
+        self.expires_at: float | None = None  # when `priority` ends, once it started
         self.expected_at: float | None = None  # when its session may come back
         self.session: Session | None = None  # None: nobody's, or several use it
 
@@ -89,7 +92,8 @@ class Run:
     def become_tail_of(self, other: Run) -> None:
         """Makes this the part behind `other`, kept alike."""
         other.num_splits += 1
-        self.rank = (*other.rank[:2], other.num_splits)
+        self.rank = (*other.rank[:-1], other.num_splits, sys.maxsize)
+        self.being_stored = other.being_stored
         self.priority, self.ttl_s = other.priority, other.ttl_s
         self.expires_at, self.expected_at = other.expires_at, other.expected_at
         self.session = other.session

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.order import RELEASED, EvictionOrder, Run, Session
-from vllm_ctx_offload.core.retention import Segment, Wish, segments_of
+from vllm_ctx_offload.core.retention import Columns, Segment, Wish, segments_of
 from vllm_ctx_offload.core.runs import RunTable
 from vllm_ctx_offload.core.tenants import (
     Account,
@@ -28,9 +28,7 @@ class PolicyConfig(NamedTuple):
 
     accounts: Mapping[str, AccountTerms]  # by tenant; `default` among them
     max_protected: int  # chunks that priorities above the default may protect together
-    tokens_per_chunk: int = 1  # hints are given in tokens
-    # In a chain, for the same tokens: as a rule one of each group.
-    keys_per_chunk: int = 1
+    columns: Columns = ((0, 1),)  # hints are given in tokens
     plain_lru: bool = False  # ignore every hint and tenant
 
 
@@ -38,16 +36,13 @@ def policy_of(
     config: OffloadConfig,
     num_slots: int,
     bytes_per_chunk: int,
-    *,
-    tokens_per_chunk: int,
-    keys_per_chunk: int = 1,
+    columns: Columns,
 ) -> PolicyConfig:
     """Returns what a configuration means for a pool of `num_slots` chunks."""
     return PolicyConfig(
         accounts=account_terms(config, num_slots, bytes_per_chunk),
         max_protected=config.max_protected.resolve(num_slots),
-        tokens_per_chunk=tokens_per_chunk,
-        keys_per_chunk=keys_per_chunk,
+        columns=columns,
         plain_lru=config.eviction_policy == "lru",
     )
 
@@ -139,9 +134,7 @@ class RetentionPolicy:
     def _segments_for(self, req_context: ReqContext) -> tuple[Segment, ...]:
         segments = self._segments.get(req_context.request_id)
         if segments is None:
-            segments = segments_of(
-                req_context, self._config.tokens_per_chunk, self._config.keys_per_chunk
-            )
+            segments = segments_of(req_context, self._config.columns)
             if segments != _PLAIN:
                 self._segments[req_context.request_id] = segments
         return segments
@@ -209,11 +202,13 @@ class RetentionPolicy:
         mine = old is None or (old.session is not None and old.session is use.session)
         session = use.session if mine else None
         expected_at = use.expected_at if mine else None
-        priority, ttl_s, expires_at = _granted(use, old, wish, mine)
-        place = (account.index, session, priority, expires_at, ttl_s, expected_at)
+        being_stored = old is None or old.being_stored
+        kept = priority, ttl_s, expires_at = _granted(use, old, wish, mine)
+        place = (account.index, session, being_stored, kept, expected_at)
         if place != use.place:
             run = self.table.make(account, use.stamp, use.now)
             run.session, run.expected_at = session, expected_at
+            run.being_stored = being_stored
             run.priority, run.ttl_s, run.expires_at = priority, ttl_s, expires_at
             use.runs.append(run)
             use.place = place
@@ -241,12 +236,17 @@ class RetentionPolicy:
 def _granted(
     use: Use, old: Run | None, wish: Wish | None, mine: bool
 ) -> tuple[int, float | None, float | None]:
-    """Returns (priority, its ttl, when it ends) of chunks after a use."""
+    """Returns (priority, its ttl, when it ends) of chunks after a use.
+
+    The time of chunks that are being stored starts when they become readable, however
+    long that takes. Until then they have a ttl, and from then on an end.
+    """
     if wish is not None and (mine or _raises(use, old, wish)):
-        expires_at = None if wish.ttl_s is None else use.now + wish.ttl_s
-        return wish.priority, wish.ttl_s, expires_at
+        if wish.ttl_s is None or old is None or old.being_stored:
+            return wish.priority, wish.ttl_s, None
+        return wish.priority, None, use.now + wish.ttl_s
     if old is not None and old.priority != RELEASED:
-        return old.priority, None, old.expires_at
+        return old.priority, old.ttl_s, old.expires_at
     account = use.account if old is None else old.account
     return account.base_priority, None, None
 
@@ -255,5 +255,7 @@ def _raises(use: Use, old: Run | None, wish: Wish) -> bool:
     if old is None or old.account is not use.account:
         return False
     if wish.priority == old.priority and wish.ttl_s is not None:
+        if old.being_stored:
+            return old.ttl_s is not None and wish.ttl_s >= old.ttl_s
         return old.expires_at is not None and use.now + wish.ttl_s >= old.expires_at
     return wish.priority >= old.priority

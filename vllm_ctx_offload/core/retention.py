@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from vllm_ctx_offload.context import DEFAULT_PRIORITY, Hints, ReqContext
 
-__all__ = ["Segment", "Wish", "segments_of"]
+__all__ = ["Columns", "Segment", "Wish", "segments_of"]
+
+# A chain repeats a span of keys. For each of them, in order: the tokens of its chunk,
+# from one up to another, counted from where the span begins; the last ones end it.
+Columns = Sequence[tuple[int, int]]
 
 
 class Wish(NamedTuple):
@@ -24,66 +32,88 @@ class Segment(NamedTuple):
     wish: Wish | None  # None: nothing was said, so what others said stays
 
 
+class _Claim(NamedTuple):
+    """A wish for the chunks from one place in the chain up to another."""
+
+    first: int
+    rank: tuple[float, ...]  # of claims that overlap the lowest one wins
+    end: float
+    wish: Wish | None
+
+
 _PLAIN = (Segment(None, None),)
 
 
-def segments_of(
-    req_context: ReqContext, tokens_per_chunk: int, keys_per_chunk: int = 1
-) -> tuple[Segment, ...]:
+def segments_of(req_context: ReqContext, columns: Columns) -> tuple[Segment, ...]:
     """Returns the wishes along a request's chain, without gaps, head first.
 
-    The chain has `keys_per_chunk` chunks, of as many groups, for the same tokens.
+    A chunk gets what is asked for any of its tokens. A directive says more than
+    `priority` and `decode_priority`, so it replaces them where it applies; of
+    directives that overlap in a chunk the highest priority wins, and of equal ones the
+    one that holds longer. A chunk with a token of the prompt is one of the prompt.
 
-    Costs O(directives) up to sorting, however long the chain is. A directive says more
-    than `priority` and `decode_priority`, so it replaces them where it applies; of
-    directives that overlap in a chunk the highest priority wins.
+    Costs O(directives * columns) up to sorting, however long the chain is.
     """
-    hints = req_context.hints
-    cuts = {0}
-    prompt_end = None
-    if hints.decode_priority is not None and req_context.num_prompt_tokens is not None:
-        prompt_end = -(-req_context.num_prompt_tokens // tokens_per_chunk)
-        prompt_end *= keys_per_chunk
-        cuts.add(prompt_end)
-    elif hints.priority == DEFAULT_PRIORITY and not hints.retention_directives:
+    hints, num_prompt_tokens = req_context.hints, req_context.num_prompt_tokens
+    wish = _base_wish(hints.priority, hints)
+    claims = [_Claim(0, (2,), math.inf, wish)]
+    if hints.decode_priority is not None and num_prompt_tokens is not None:
+        decoded = _base_wish(hints.decode_priority, hints)
+        claims = [_Claim(0, (2,), math.inf, decoded)]
+        for first, end in _touched(columns, 0, num_prompt_tokens):
+            claims.append(_Claim(first, (1,), end, wish))
+    elif wish is None and not hints.retention_directives:
         return _PLAIN
-    ranges = []
-    for directive in hints.retention_directives:
-        first = directive.start // tokens_per_chunk * keys_per_chunk
-        end = None
-        if directive.end is not None:
-            end = -(-directive.end // tokens_per_chunk) * keys_per_chunk
-        ranges.append((first, end, Wish(directive.priority, directive.duration_s)))
-        cuts.update((first,) if end is None else (first, end))
-    return tuple(_merged(sorted(cuts), ranges, hints, prompt_end))
+    for start, stop, priority, ttl_s in hints.retention_directives:
+        rank = (0, -priority, -math.inf if ttl_s is None else -ttl_s)
+        for first, end in _touched(columns, start, math.inf if stop is None else stop):
+            claims.append(_Claim(first, rank, end, Wish(priority, ttl_s)))
+    return tuple(_winners(claims))
 
 
-def _merged(
-    cuts: list[int],
-    ranges: list[tuple[int, int | None, Wish]],
-    hints: Hints,
-    prompt_end: int | None,
-) -> Iterator[Segment]:
-    """Yields one segment for each stretch between two cuts."""
-    for start, end in zip(cuts, [*cuts[1:], None], strict=True):
-        wishes = [
-            wish
-            for first, last, wish in ranges
-            if first <= start and (last is None or start < last)
-        ]
-        if wishes:
-            # Of equal priorities the one that holds longer.
-            best = max(
-                wishes, key=lambda w: (w.priority, w.ttl_s is None, w.ttl_s or 0)
-            )
-            yield Segment(end, best)
-        elif prompt_end is not None and start >= prompt_end:
-            yield Segment(end, _base_wish(hints.decode_priority, hints))
-        else:
-            yield Segment(end, _base_wish(hints.priority, hints))
+def _touched(columns: Columns, start: int, stop: float) -> Iterator[tuple[int, float]]:
+    """Yields the stretches of a chain whose chunks hold tokens from `start` to `stop`.
+
+    Inside a span the range may begin or end with some chunks of each group; whole spans
+    lie between.
+    """
+    if stop <= start:
+        return
+    size, num_keys = columns[-1][1], len(columns)
+    first = last = start // size
+    if stop == math.inf:
+        yield (first + 1) * num_keys, math.inf
+    elif (last := (int(stop) - 1) // size) > first + 1:
+        yield (first + 1) * num_keys, last * num_keys
+    for span in {first, last}:
+        place, begin = span * num_keys, span * size
+        touched = [c < stop - begin and start - begin < end for c, end in columns]
+        for is_touched, stretch in itertools.groupby(touched):
+            end_place = place + sum(1 for _ in stretch)
+            if is_touched:
+                yield place, end_place
+            place = end_place
 
 
-def _base_wish(priority: int | None, hints: Hints) -> Wish | None:
-    if priority is None or priority == DEFAULT_PRIORITY:
+def _winners(claims: list[_Claim]) -> list[Segment]:
+    """Returns who wins where; one of the claims is for the whole chain."""
+    claims.sort(key=itemgetter(0), reverse=True)
+    cuts = sorted({cut for claim in claims for cut in (claim.first, claim.end)})
+    segments: list[Segment] = []
+    held: list[tuple[tuple[float, ...], float, Wish | None]] = []
+    for place, end in itertools.pairwise(cuts):
+        while claims and claims[-1].first <= place:
+            heapq.heappush(held, claims.pop()[1:])
+        while held[0][1] <= place:
+            heapq.heappop(held)
+        wish = held[0][2]
+        if segments and segments[-1].wish == wish:
+            segments.pop()
+        segments.append(Segment(None if end == math.inf else int(end), wish))
+    return segments
+
+
+def _base_wish(priority: int, hints: Hints) -> Wish | None:
+    if priority == DEFAULT_PRIORITY:
         return None
     return Wish(priority, hints.ttl_s)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from sortedcontainers import SortedList
 
@@ -169,14 +170,28 @@ class RunTable:
                 return
             self._change(run, run.account.base_priority, run.expected_at)
 
-    def became_readable(self, slots: Iterable[int], now: float) -> None:
-        """Starts the time of new chunks' priorities: it counts from here."""
-        for run_id in dict.fromkeys(map(self.run_of.__getitem__, slots)):
+    def became_readable(self, slots: Sequence[int], now: float) -> None:
+        """Starts the time of stored chunks' priorities: it counts from here."""
+        for run_id, count in Counter(map(self.run_of.__getitem__, slots)).items():
             run = self._runs[run_id]
-            if run.ttl_s is not None:
-                self._expiring.remove(run)
-                run.expires_at = now + run.ttl_s
-                self._expiring.add(run)
+            whole = count == len(run.chunks)
+            for part in (run,) if whole else self._parts_in(run, {*slots}):
+                part.being_stored = False
+                if part.ttl_s is not None:
+                    part.expires_at, part.ttl_s = now + part.ttl_s, None
+                    self._expiring.add(part)
+
+    def _parts_in(self, run: Run, slots: set[int]) -> Iterator[Run]:
+        """Cuts a run where `slots` begin and end; yields the parts that lie in them."""
+        tail_first = itertools.groupby(
+            reversed(run.chunks.values()), slots.__contains__
+        )
+        parts = [(inside, sum(1 for _ in part)) for inside, part in tail_first]
+        for inside, num_chunks in parts:
+            is_rest = num_chunks == len(run.chunks)
+            part = run if is_rest else self._split(run, num_chunks)
+            if inside:
+                yield part
 
     def enforce_budget(self, now: float) -> int:
         """Treats as of default priority what exceeds the protection budget.
@@ -227,6 +242,8 @@ class RunTable:
             assert all(self.run_of[slot] == run.run_id for slot in slots)
             assert run.num_pinned == sum(slot in self.pins for slot in slots)
             assert run.expires_at is None or run in self._expiring
+            assert run.expires_at is None or not run.being_stored
+            assert run.ttl_s is None or run.being_stored
             assert run.priority != RELEASED or run in self.released
             assert run.session is None or run in run.session.runs
         timed = [run for run in self if run.expires_at is not None]

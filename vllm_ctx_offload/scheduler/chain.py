@@ -23,15 +23,19 @@ class ChainShape:
         self._chunks = plan.chunks_per_span
         self._starts: list[int] = []  # of each group, in a span
         # Of each key in a span: its group and the place among that group's chunks,
-        # and the same with the place of the hash at the chunk's end.
+        # the same with the place of the hash at the chunk's end, and the chunk's tokens
+        # from where the span begins, up to its end.
         self._columns: list[tuple[int, int]] = []
         self.hash_columns: list[tuple[int, int]] = []
+        self.token_columns: list[tuple[int, int]] = []
         for group, num_chunks in enumerate(self._chunks):
             self._starts.append(len(self._columns))
             per_chunk = self.hashes_per_span // num_chunks
+            size = plan.tokens_per_chunk(group)
             for index in range(num_chunks):
                 self._columns.append((group, index))
                 self.hash_columns.append((group, (index + 1) * per_chunk - 1))
+                self.token_columns.append((index * size, (index + 1) * size))
         self.keys_per_span = len(self._columns)
 
     def num_chunks(self, group: int, num_spans: int) -> int:
