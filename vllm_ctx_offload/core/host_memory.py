@@ -208,7 +208,8 @@ class HostMemoryManager(OffloadingManager):
         self._slots.free([slot for _, slot in maker.victims])
         self._tell([key for key, _ in maker.victims], can_be_hit=False)
         for tenant, count in maker.evicted.items():
-            self._stats.counts["evicted_chunks", tenant, use.account.name] += count
+            pair = (tenant, use.account.name)
+            self._stats.count_pair("evicted_chunks", *pair, by=count)
         for tenant, count in maker.breached.items():
             self._stats.count("reservation_breaches", tenant, by=count)
         return Room(num_granted, reason)
