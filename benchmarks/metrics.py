@@ -198,7 +198,7 @@ class Scrape:
         for index, name in enumerate(names):
             for other in range(num_others + 1):
                 by = names[(index + other) % len(names)]
-                self.figures.stats.count("evicted_chunks", name, by)
+                self.figures.stats.count_pair("evicted_chunks", name, by, by=1)
         self.metrics.observe(self.figures.take(), engine=0)
 
     def cost(self, repeats: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_ctx_offload.adapters import metrics as metrics_module
 from vllm_ctx_offload.adapters.catalogue import METRICS, PREFIX, SECONDS_BUCKETS
 from vllm_ctx_offload.adapters.metrics import (
     MetricClasses,
@@ -154,25 +153,6 @@ def test_a_figure_that_is_not_registered_changes_nothing(
     before = [*registry.collect()]
     metrics.observe(stats.take(), engine=0)
     assert [*registry.collect()] == before
-
-
-def test_beyond_many_pairs_of_tenants_others_are_one_but_never_oneself(
-    registry: CollectorRegistry,
-    metrics: PrometheusMetrics,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metrics_module, "MAX_EVICTION_PAIRS", 2)
-    stats = OffloadStats()
-    for by in ("b", "c", "d", "e", "a"):
-        stats.count("evicted_chunks", "a", by)
-    figures = stats.take()
-    for _ in range(2):
-        metrics.observe(figures, engine=0)
-    shown = {
-        by: value_of(registry, "evicted_chunks_total", tenant="a", by=by)
-        for by in ("a", "b", "c", "d", "e", metrics_module.OTHERS)
-    }
-    assert shown == {"a": 2, "b": 2, "c": 2, "d": None, "e": None, "(others)": 4}
 
 
 def test_the_summary_adds_up_all_tenants() -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from vllm_ctx_offload.stats import (
     GAUGES,
     HISTOGRAMS,
+    MAX_PAIRS,
+    OTHERS,
     OffloadStats,
     merge_stats,
     of_connector,
@@ -31,6 +33,26 @@ def test_counts_add_up_for_each_set_of_labels() -> None:
         '["stored_bytes", "acme"]': 4_096,
         '["alone"]': 1,
     }
+
+
+def test_beyond_many_pairs_of_tenants_others_are_one_but_never_oneself() -> None:
+    """However many tenants there are, what is kept grows with them and no faster."""
+    num_tenants = 3 * int(MAX_PAIRS**0.5)
+    stats = OffloadStats()
+    tenants = [f"tenant{number}" for number in range(num_tenants)]
+    taken: set[str] = set()
+    for _ in range(2):
+        for tenant in tenants:
+            for other in tenants:
+                stats.count_pair("evicted_chunks", tenant, other, by=2)
+        figures = stats.take()
+        assert sum(figures.values()) == 2 * num_tenants**2
+        taken |= figures.keys()
+    labels = [parse_key(key).labels for key in taken]
+    assert {(tenant, tenant) for tenant in tenants} <= {*labels}
+    pairs = [(a, b) for a, b in labels if b not in (a, OTHERS)]
+    assert len(pairs) == MAX_PAIRS
+    assert len(stats._texts) == len(taken) <= MAX_PAIRS + 2 * num_tenants
 
 
 def test_each_increment_is_taken_once() -> None:

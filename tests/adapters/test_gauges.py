@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 
 from vllm_ctx_offload.adapters.catalogue import METRICS
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.core import HostMemoryManager
 from vllm_ctx_offload.messages import WorkerReport
 from vllm_ctx_offload.scheduler import StepEvents, TableUpdate
 
@@ -85,6 +86,18 @@ def test_gauges_follow_a_store_and_are_taken_when_they_change(
     assert after == {("resident_bytes", "zeta"): 0, ("protected_bytes",): 0}
 
 
+def test_a_step_looks_at_no_tenant_that_nothing_happened_to(
+    make_side: MakeSide, make_request: MakeRequest
+) -> None:
+    """P8: thousands of declared tenants cost a step nothing."""
+    side = make_side(tenants={f"tenant{n}": {} for n in range(1_000)})
+    taken(side)
+    compute(side, make_request(16, params={"ctx": {"tenant": "tenant7"}}))
+    assert isinstance(side.manager, HostMemoryManager)
+    assert side.manager.take_changed() == {"tenant7": 4}
+    assert side.manager.take_changed() == {}
+
+
 def test_behind_a_reuse_filter_gauges_are_those_of_the_pool(
     make_side: MakeSide, make_request: MakeRequest
 ) -> None:
@@ -107,10 +120,10 @@ def test_after_an_internal_error_the_gauge_says_so_and_counting_goes_on(
     taken(side)
     compute(side, make_request(16))
 
-    def fail() -> list[int]:
+    def fail() -> dict[str, int]:
         raise RuntimeError("resident")
 
-    monkeypatch.setattr(side._gauges._memory, "residents", fail)
+    monkeypatch.setattr(side._gauges._memory, "take_changed", fail)
     figures = taken(side)
     assert figures["disabled",] == 1
     assert figures["lookup_tokens", "default"] == 16

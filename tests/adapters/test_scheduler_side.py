@@ -290,11 +290,7 @@ def test_the_priority_on_the_receipt_is_that_of_the_chunks(
     receipt = store(side, make_request(16, params={"ctx": hints}))
     assert receipt is not None
     assert isinstance(side.manager, HostMemoryManager)
-    kept = {
-        run.priority
-        for account in side.manager._table.accounts
-        for run in account.order.runs()
-    }
+    kept = {run.priority for run in side.manager._table}
     assert kept == {receipt["ctx"]["priority"]}
 
 

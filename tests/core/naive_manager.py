@@ -110,6 +110,12 @@ class NaiveManager:
             record.doomed = record.doomed or record.key in keys
         self._drop_dead()
 
+    def reset(self) -> None:
+        """Removes all; what is pinned is nobody's and protects nothing any more."""
+        for record in self.records:
+            record.session, record.priority = None, DEFAULT
+        self.remove([record.key for record in self.records])
+
     def _drop_dead(self) -> None:
         self.records = [r for r in self.records if r.pins or not r.doomed]
 

@@ -51,11 +51,12 @@ def test_the_manager_sees_damage(damage: Any) -> None:
         lambda table, run: setattr(run, "num_pinned", 1),
         lambda table, run: setattr(table, "num_protected", 1),
         lambda table, run: table.run_of.__setitem__(0, 99),
-        lambda table, run: run.session.runs.clear(),
-        lambda table, run: table._expiring.clear(),
+        lambda table, run: run.session.batch.clear(),
+        lambda table, run: setattr(run.session, "num_runs", 0),
+        lambda table, run: table._due.clear(),
         lambda table, run: table.released.add(run),
         lambda table, run: table.session(("left over",)),
-        lambda table, run: run.account.order.discard(run),
+        lambda table, run: table.order.discard(run),
     ],
 )
 def test_the_table_of_runs_sees_damage(damage: Any) -> None:

@@ -179,7 +179,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.manager.reset()
-        self.naive.remove([record.key for record in self.naive.records])
+        self.naive.reset()
 
     @invariant()
     def both_hold_the_same(self) -> None:

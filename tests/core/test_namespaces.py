@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from core.counted import count_lines
+from core.counted import count_operations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manager_probe import LOOKUP_MISS, make_manager, store
@@ -95,5 +95,5 @@ def test_a_miss_takes_no_longer_for_the_keys_of_others(num_slots: int) -> None:
         manager = make_manager(num_slots, accounts={"a": AccountTerms()})
         if holder is not None:
             store(manager, keys(a, hashes), a)
-        work.append(count_lines(lambda m=manager: m.lookup(wanted, b)))
-    assert work[0] == work[1] < 20
+        work.append(count_operations(lambda m=manager: m.lookup(wanted, b)))
+    assert work[0] == work[1] < 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.counted import count_lines
+from core.counted import count_operations
 from core.naive_manager import NaiveManager
 from core.strategies import COLUMNS, HINTS
 from hypothesis import given, settings
@@ -158,7 +158,7 @@ def test_the_most_directives_in_many_columns_cost_by_their_product() -> None:
     for num in (MAX_DIRECTIVES // 4, MAX_DIRECTIVES):
         asked = [directive(n, 100_000 + 7 * n, 40 + n % 50, 5) for n in range(num)]
         context = ReqContext("r", hints=Hints(retention_directives=tuple(asked)))
-        works.append(count_lines(lambda c=context: segments_of(c, columns)))
+        works.append(count_operations(lambda c=context: segments_of(c, columns)))
     assert works[1] < 5 * works[0]
 
 

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 from helpers import EMPTY_CONTEXT, make_chain
-from manager_probe import FakeClock, make_manager, resident_keys, store
+from manager_probe import (
+    FakeClock,
+    counted,
+    make_manager,
+    resident_keys,
+    store,
+)
 
 from vllm_ctx_offload.context import Hints, ReqContext
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, LookupResult
@@ -259,16 +265,141 @@ def test_requests_that_end_leave_nothing_behind() -> None:
 # ---- time
 
 
-def test_many_priorities_that_end_at_once_end_in_bounded_steps() -> None:
-    clock, num_chunks = FakeClock(), MAX_MOVES + 10
+def test_an_estimate_that_has_passed_counts_as_none() -> None:
+    clock = FakeClock()
+    manager = make_manager(8, clock=clock)
+    store(manager, [b"a"], session("s", expected_reuse_s=5))
+    for clock.now in (4.9, 5.0):
+        manager.touch([], EMPTY_CONTEXT)
+        is_expected = kept(manager)[b"a"][1] is not None
+        assert is_expected == (clock.now < 5.0)
+
+
+def test_an_estimate_and_a_priority_end_each_at_its_time() -> None:
+    clock = FakeClock()
+    manager = make_manager(8, max_protected=8, clock=clock)
+    store(manager, [b"a"], session("s", priority=90, ttl_s=5, expected_reuse_s=9))
+    store(manager, [b"b"], session("t", priority=90, ttl_s=9, expected_reuse_s=5))
+    found = []
+    for clock.now in (4.0, 5.0, 9.0):
+        manager.touch([], EMPTY_CONTEXT)
+        found.append((kept(manager)[b"a"], kept(manager)[b"b"]))
+    assert found == [
+        ((90, 9.0), (90, 5.0)),
+        ((35, 9.0), (90, None)),
+        ((35, None), (35, None)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "hints", [{"priority": 90, "ttl_s": 5}, {"expected_reuse_s": 5}]
+)
+def test_many_times_that_pass_at_once_end_in_bounded_steps(
+    hints: dict[str, Any],
+) -> None:
+    """A use of many keys ends more, so that no more are made than end."""
+    clock, num_chunks = FakeClock(), 4 * MAX_MOVES + 10
     manager = make_manager(num_chunks, max_protected=num_chunks, clock=clock)
-    raised = session(None, priority=90, ttl_s=5)
     for number in range(num_chunks):
-        store(manager, [b"%d" % number], raised)
+        store(manager, [b"%d" % number], session(str(number), **hints))
     clock.now = 5.0
     left = []
-    for _ in range(2):
+    for num_keys in (0, 2 * MAX_MOVES, 0, 0):
+        manager.touch([b"absent"] * num_keys, EMPTY_CONTEXT)
+        left.append(sum(value != (35, None) for value in kept(manager).values()))
+    assert left == [3 * MAX_MOVES + 10, MAX_MOVES + 10, 10, 0]
+
+
+def release_many(num_chunks: int) -> HostMemoryManager:
+    """Returns a full pool of two tenants; one session of `acme` was just released."""
+    manager = make_manager(num_chunks + 9, accounts=ACME)
+    for number in range(num_chunks):
+        store(manager, [b"acme%d" % number], session("s", "acme"))
+    store(manager, make_chain(9), EMPTY_CONTEXT)
+    manager.on_request_finished(session("s", "acme", release=True))
+    return manager
+
+
+def released(manager: HostMemoryManager) -> set[bytes]:
+    return {key for key, (priority, _) in kept(manager).items() if priority == RELEASED}
+
+
+def test_a_release_of_much_takes_effect_in_bounded_steps() -> None:
+    """With the calls that follow, whoever makes them; once, however often asked for."""
+    num_chunks = 4 * MAX_MOVES + 10
+    manager = release_many(num_chunks)
+    num_released = [len(released(manager))]
+    for num_keys in (0, 2 * MAX_MOVES, 0, 0):
+        manager.touch([b"absent"] * num_keys, EMPTY_CONTEXT)
+        num_released.append(len(released(manager)))
+    steps = [num_chunks - 3 * MAX_MOVES - 10, 2 * MAX_MOVES, 4 * MAX_MOVES]
+    assert num_released == [*steps, num_chunks, num_chunks]
+    manager.on_request_finished(session("s", "acme", release=True))
+    assert manager._table._releasing == type(manager._table._releasing)()
+
+
+def test_a_store_finds_as_many_released_chunks_as_it_needs() -> None:
+    num_chunks = 6 * MAX_MOVES
+    manager = release_many(num_chunks)
+    chain = make_chain(num_chunks, "new")
+    assert store(manager, chain, EMPTY_CONTEXT) == chain
+    assert manager.resident_by_tenant() == {"default": num_chunks + 9, "acme": 0}
+    assert counted(manager) == {'["evicted_chunks", "acme", "default"]': num_chunks}
+
+
+def test_what_is_used_again_before_its_release_took_effect_is_not_released() -> None:
+    """It has the default priority again, as if the release had come to it."""
+    num_chunks = 3 * MAX_MOVES
+    manager = make_manager(num_chunks, max_protected=num_chunks)
+    chain = [b"%d" % number for number in range(num_chunks)]
+    for key in chain:
+        store(manager, [key], session("s", priority=90))
+    manager.on_request_finished(session("s", release=True))
+    pending = next(key for key in chain if key not in released(manager))
+    manager.touch([pending], session("s"))
+    assert kept(manager)[pending] == (35, None)
+    for _ in range(3):
         manager.touch([], EMPTY_CONTEXT)
-        left.append(manager.num_protected)
-    assert left == [10, 0]
-    manager.check_invariants()
+    assert released(manager) == {*chain} - {pending}
+    manager.on_request_finished(session("s", release=True))
+    assert released(manager) == {*chain}
+
+
+# ---- resets
+
+
+@pytest.mark.parametrize("num_chunks", [3, 3 * MAX_MOVES])
+def test_what_a_reset_forgot_is_let_go_of_with_the_uses_that_follow(
+    num_chunks: int,
+) -> None:
+    """CASES 27: nothing of it is left in the end, and two resets are no other."""
+    manager = make_manager(2 * num_chunks, max_protected=num_chunks)
+    for _ in range(2):
+        for number in range(num_chunks):
+            context = session(str(number % 3), priority=90, ttl_s=9, expected_reuse_s=9)
+            store(manager, [b"%d" % number], context)
+        manager.reset()
+        assert kept(manager) == {}
+        assert (manager.num_resident, manager.num_protected) == (0, 0)
+    assert manager._table._forgotten
+    for _ in range(2 * 256):
+        manager.touch([], EMPTY_CONTEXT)
+    assert not manager._table._forgotten
+    assert not manager._forgotten
+
+
+def test_what_is_pinned_outlives_a_reset_on_its_account_and_protects_nothing() -> None:
+    manager = make_manager(8, accounts=ACME, max_protected=8)
+    context = session("s", "acme", priority=90)
+    store(manager, CHAIN, context)
+    manager.prepare_load(CHAIN[1:3], context)
+    manager.prepare_store([b"x"], EMPTY_CONTEXT)
+    manager.reset()
+    assert kept(manager) == dict.fromkeys([*CHAIN[1:3], b"x"], (35, None))
+    assert manager.resident_by_tenant() == {"default": 1, "acme": 2}
+    assert manager.num_protected == 0
+    manager.on_request_finished(session("s", "acme", release=True))
+    assert released(manager) == set()
+    manager.complete_load(CHAIN[1:3], context)
+    manager.complete_store([b"x"], EMPTY_CONTEXT)
+    assert (kept(manager), manager.num_resident) == ({}, 0)

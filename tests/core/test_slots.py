@@ -150,3 +150,25 @@ def test_check_invariants_sees_damage(damage: object) -> None:
     damage(slots)
     with pytest.raises(AssertionError):
         slots.check_invariants()
+
+
+@settings(deadline=None)
+@given(data=st.data(), num_slots=st.integers(0, 9))
+def test_a_reset_leaves_in_use_what_it_shall_and_nothing_else(
+    data: st.DataObject, num_slots: int
+) -> None:
+    """Also where what is kept lies among slots that are taken or freed later."""
+    slots = SlotAllocator(num_slots)
+    owned = slots.take(data.draw(st.integers(0, num_slots)))
+    kept = [slot for slot in owned if data.draw(st.booleans())]
+    slots.reset(kept)
+    slots.check_invariants()
+    assert slots.num_free == num_slots - len(kept)
+    taken = slots.take(data.draw(st.integers(0, slots.num_free)))
+    assert taken == sorted({*range(num_slots)} - {*kept})[: len(taken)]
+    slots.check_invariants()
+    slots.free(kept)
+    slots.check_invariants()
+    others = slots.take(slots.num_free)
+    assert {*taken, *others} == {*range(num_slots)}
+    assert len(taken) + len(others) == num_slots

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manager_probe import make_manager, store
 
 from vllm_ctx_offload.config import parse_config
-from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core import AccountTerms, account_terms
-from vllm_ctx_offload.core.order import EvictionOrder
 from vllm_ctx_offload.core.tenants import Accounts, check_terms
 
 NAMES = [f"tenant{index}" for index in range(6)]
@@ -67,7 +64,7 @@ def test_chunks_without_a_hint_have_no_more_priority_than_may_be_asked_for(
 
 def make_accounts(*terms: AccountTerms) -> Accounts:
     by_name = dict(zip(NAMES, terms, strict=False))
-    return Accounts({"default": AccountTerms(), **by_name}, None)
+    return Accounts({"default": AccountTerms(), **by_name}, one_order=False)
 
 
 def test_an_undeclared_tenant_is_accounted_to_default() -> None:
@@ -76,11 +73,11 @@ def test_an_undeclared_tenant_is_accounted_to_default() -> None:
     assert accounts.get("nobody") is accounts.get("*") is accounts.get("default")
 
 
-def test_all_accounts_can_share_one_order() -> None:
-    order = EvictionOrder()
+def test_all_accounts_can_have_one_place_in_the_order() -> None:
     terms = {"default": AccountTerms(), "a": AccountTerms()}
-    assert all(account.order is order for account in Accounts(terms, order))
-    assert len({account.order for account in Accounts(terms, None)}) == 2
+    for one_order, places in ((True, {0}), (False, {0, 1})):
+        accounts = Accounts(terms, one_order=one_order)
+        assert {account.place for account in accounts} == places
 
 
 def test_room_below_the_limit_is_never_negative() -> None:
@@ -97,10 +94,10 @@ def test_nobody_is_above_a_reservation_that_is_just_full() -> None:
     accounts = make_accounts(AccountTerms(reserved=2))
     assert accounts.furthest_above() is None
     accounts.get("tenant0").resident = 2
-    accounts.grew(accounts.get("tenant0"))
+    accounts.changed(accounts.get("tenant0"))
     assert accounts.furthest_above() is None
     accounts.get("tenant0").resident = 3
-    accounts.grew(accounts.get("tenant0"))
+    accounts.changed(accounts.get("tenant0"))
     assert accounts.furthest_above() is accounts.get("tenant0")
 
 
@@ -108,17 +105,17 @@ def test_the_excess_counts_in_units_of_the_weight() -> None:
     accounts = make_accounts(AccountTerms(weight=4.0), AccountTerms(reserved=5))
     for name, resident in (("tenant0", 8), ("tenant1", 8), ("default", 2)):
         accounts.get(name).resident = resident
-        accounts.grew(accounts.get(name))
+        accounts.changed(accounts.get(name))
     assert accounts.furthest_above() is accounts.get("tenant1")  # 3, 2 and 2
     assert accounts.next_excess() == 2.0
 
 
-def test_an_account_set_aside_is_passed_over_until_it_grows() -> None:
+def test_an_account_set_aside_is_passed_over_until_it_changes() -> None:
     accounts = make_accounts(AccountTerms())
     first, second = accounts.get("tenant0"), accounts.get("default")
     for account, resident in ((first, 3), (second, 2)):
         account.resident = resident
-        accounts.grew(account)
+        accounts.changed(account)
     found = []
     for _ in range(2):
         top = accounts.furthest_above()
@@ -126,9 +123,9 @@ def test_an_account_set_aside_is_passed_over_until_it_grows() -> None:
         found.append(top)
     assert found == [first, second]
     assert accounts.furthest_above() is None
-    accounts.grew(second)
+    accounts.changed(second)
     assert accounts.furthest_above() is second
-    accounts.grew(first)
+    accounts.changed(first)
     assert accounts.furthest_above() is first
 
 
@@ -148,32 +145,38 @@ def test_an_account_set_aside_is_passed_over_until_it_grows() -> None:
 def test_the_furthest_is_found_whatever_grew_and_shrank(
     terms: list[AccountTerms], changes: list[tuple[int, int]]
 ) -> None:
-    """And the bound on the next one holds; the heap does not grow with the changes."""
+    """And the next one, as long as all was told; a bound on it otherwise."""
     accounts = make_accounts(*terms)
     everyone = list(accounts)
     for who, resident in changes:
         account = everyone[who % len(everyone)]
         grows = resident > account.resident
         account.resident = resident
-        if grows:
-            accounts.grew(account)
+        if grows or who % 3:
+            accounts.changed(account)
         if who % 2:
             above = sorted((a.excess for a in everyone if a.excess > 0), reverse=True)
             top = accounts.furthest_above()
             assert (top.excess if top else None) == (above[0] if above else None)
             if top:
                 assert accounts.next_excess() >= (0.0, *above[1:2])[-1]
-        assert len(accounts._heap) <= 4 * len(everyone) + 64
+        assert len(accounts._above) == len(everyone)
+    for account in everyone:
+        accounts.changed(account)
+    above = sorted((0.0, 0.0, *(a.excess for a in everyone)), reverse=True)
+    accounts.furthest_above()
+    assert accounts.next_excess() == above[1]
 
 
-def test_the_heap_of_accounts_stays_small_however_often_they_grow() -> None:
-    """CASES 27."""
-    manager = make_manager(4)
-    for number in range(500):
-        store(manager, [b"%d" % number], ReqContext(request_id="r"))
-    accounts = manager._table.accounts
-    assert len(accounts._heap) <= 4 + 64
-    assert accounts.furthest_above() is accounts.get("default")
+def test_who_changed_is_told_once() -> None:
+    accounts = make_accounts(AccountTerms(), AccountTerms())
+    first = accounts.get("tenant0")
+    accounts.changed(first)
+    assert [accounts.take_changed(), accounts.take_changed()] == [{first}, set()]
+    first.resident = first.protected = first.num_pinned = 2
+    accounts.clear()
+    assert accounts.take_changed() == {first}
+    assert (first.resident, first.protected, first.num_pinned) == (0, 0, 0)
 
 
 @settings(deadline=None, max_examples=100)
@@ -191,7 +194,8 @@ def test_who_protects_most_gives_up_one_by_one(
     accounts = make_accounts(*(AccountTerms(weight=weight) for _, weight in holdings))
     protected = {"default": 0}
     for name, (count, _) in zip(NAMES, holdings, strict=False):
-        accounts.get(name).protected = protected[name] = count
+        protected[name] = count
+        accounts.protect(accounts.get(name), count)
     excess = data.draw(st.integers(0, sum(protected.values())))
     shares = accounts.over_budget(excess)
     assert sum(shares.values()) == excess

@@ -79,6 +79,7 @@ def test_base_requirements_bring_neither_vllm_nor_torch(metadata: Message) -> No
     base = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     names = sorted(r.split(">")[0].split("=")[0].strip().lower() for r in base)
     assert names == [
+        "msgspec",
         "prometheus_client",
         "pydantic",
         "pyyaml",

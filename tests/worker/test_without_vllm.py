@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-NOT_NEEDED = ("vllm", "psutil", "yaml", "pydantic", "sortedcontainers")
+NOT_NEEDED = ("vllm", "psutil", "yaml", "pydantic", "msgspec", "sortedcontainers")
 # Torch says when there is no numpy.
 WARNINGS = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
 WORKER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from vllm_ctx_offload.core import HostMemoryManager, PolicyConfig
@@ -17,7 +18,7 @@ _PER_TENANT: Final = (
 
 
 class PoolGauges:
-    """Compares the manager's figures with the last ones and passes on what changed."""
+    """Passes on what changed: of the tenants, only who did costs a step anything."""
 
     def __init__(
         self,
@@ -29,10 +30,9 @@ class PoolGauges:
         self._bytes_per_chunk = plan.bytes_per_chunk
         self._memory = memory
         self._stats = stats
-        # The gauges of what is counted in chunks, and their last figures.
-        tenants = [("resident_bytes", tenant) for tenant in memory.resident_by_tenant()]
-        self._keys = [("pinned_bytes",), ("protected_bytes",), *tenants]
-        self._last = [-1] * len(self._keys)
+        # The gauges of what is counted in chunks, by their last figures.
+        self._last: dict[tuple[str, ...], int] = {}
+        self._set_all(memory.resident_by_tenant())
         self._declare(plan, policy)
 
     def _declare(self, plan: OffloadPlan, policy: PolicyConfig) -> None:
@@ -55,11 +55,16 @@ class PoolGauges:
 
     def measure(self) -> None:
         """Brings the gauges up to date."""
-        memory, last = self._memory, self._last
-        figures = [memory.num_pinned, memory.num_protected, *memory.residents()]
-        if figures == last:
-            return
-        for key, num_chunks, before in zip(self._keys, figures, last, strict=True):
-            if num_chunks != before:
-                self._stats.set(*key, to=num_chunks * self._bytes_per_chunk)
-        self._last = figures
+        self._set_all(self._memory.take_changed())
+
+    def _set_all(self, resident: Mapping[str, int]) -> None:
+        memory = self._memory
+        self._set("pinned_bytes", num_chunks=memory.num_pinned)
+        self._set("protected_bytes", num_chunks=memory.num_protected)
+        for tenant, num_chunks in resident.items():
+            self._set("resident_bytes", tenant, num_chunks=num_chunks)
+
+    def _set(self, *key: str, num_chunks: int) -> None:
+        if self._last.get(key) != num_chunks:
+            self._last[key] = num_chunks
+            self._stats.set(*key, to=num_chunks * self._bytes_per_chunk)

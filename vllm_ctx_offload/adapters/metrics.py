@@ -14,12 +14,8 @@ from vllm_ctx_offload.adapters.catalogue import (
 )
 from vllm_ctx_offload.stats import Key, parse_key
 
-__all__ = ["MAX_EVICTION_PAIRS", "MetricClasses", "PrometheusMetrics", "summarize"]
+__all__ = ["MetricClasses", "PrometheusMetrics", "summarize"]
 
-# Pairs of two tenants in `evicted_chunks`, for each engine. Of 200 tenants there are
-# 40,000, with which a scrape would take a second; from here on `by` is OTHERS.
-MAX_EVICTION_PAIRS: Final = 1_000
-OTHERS: Final = "(others)"
 _MIB: Final = 1024**2
 
 
@@ -41,7 +37,6 @@ class PrometheusMetrics:
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> None:
         self._engines = per_engine_labelvalues
-        self._num_pairs: Counter[tuple[int, int]] = Counter()
         # What to call with a value, by engine and key: found once.
         self._sinks: dict[tuple[int, str], Callable[[Any], None]] = {}
         self._metrics: dict[str, Any] = {}
@@ -73,10 +68,6 @@ class PrometheusMetrics:
         name, labels = key.name, key.labels
         if name == "transfer_seconds":
             name, labels = f"{labels[0]}_seconds", labels[1:]
-        if name == "evicted_chunks" and labels[0] != labels[1]:
-            self._num_pairs[engine, key.connector] += 1
-            if self._num_pairs[engine, key.connector] > MAX_EVICTION_PAIRS:
-                labels = (labels[0], OTHERS)
         if (metric := METRICS.get(name)) is None:
             return _ignore
         child = self._metrics[name].labels(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.manager import LookupResult, OffloadingManager, StoreGrant
@@ -18,6 +19,7 @@ from vllm_ctx_offload.stats import OffloadStats
 __all__ = ["ChunkState", "HostMemoryManager"]
 
 
+_NUM_SHARDS: Final = 256  # values of a byte
 # (keys, whether they can be hit)
 OnChange = Callable[[Sequence[bytes], bool], None]
 
@@ -41,7 +43,9 @@ class HostMemoryManager(OffloadingManager):
     until its last unpin drops it.
 
     Everything is decided before anything changes. Cost: O(1) per key; to choose a
-    victim O(log tenants) amortised, plus O(runs that are pinned).
+    victim O(log tenants), plus O(runs that are pinned). No call waits for what time,
+    releases or a reset do to many chunks at once: each use does a part of it, no more
+    than in proportion to its own length.
     """
 
     def __init__(
@@ -72,9 +76,11 @@ class HostMemoryManager(OffloadingManager):
         # Last byte of a key -> key -> slot, of the chunks that can be loaded. In 256
         # parts, because a dict is copied as a whole when it has to grow: one of a
         # million entries would stop the scheduler for tens of milliseconds.
-        self._ready: list[dict[bytes, int]] = [{} for _ in range(256)]
+        self._ready: list[dict[bytes, int]] = [{} for _ in range(_NUM_SHARDS)]
         self._storing: dict[bytes, int] = {}  # doomed ones too
         self._doomed: dict[bytes, int] = {}
+        # Parts of the index before a reset, which are freed one by one.
+        self._forgotten: list[dict[bytes, int]] = []
 
     @property
     def num_resident(self) -> int:
@@ -93,9 +99,10 @@ class HostMemoryManager(OffloadingManager):
     def resident_by_tenant(self) -> dict[str, int]:
         return {account.name: account.resident for account in self._table.accounts}
 
-    def residents(self) -> list[int]:
-        """Returns the values of `resident_by_tenant`, for whoever asks every step."""
-        return [account.resident for account in self._table.accounts]
+    def take_changed(self) -> dict[str, int]:
+        """Returns, of `resident_by_tenant`, what changed since the last call."""
+        changed = self._table.accounts.take_changed()
+        return {account.name: account.resident for account in changed}
 
     # ---- hits
 
@@ -116,19 +123,25 @@ class HostMemoryManager(OffloadingManager):
         where it is met.
         """
         num_ready = 0
-        while num_ready < len(keys):
-            key = keys[num_ready]
+        rest = iter(keys)
+        key = next(rest, None)
+        while key is not None:
             slot = self._ready[key[-1]].get(key)
             if slot is None or (run := self._table.run(slot)).num_pinned:
                 break
-            length = run.num_leading(keys, num_ready)
-            if not length:
+            chunks = iter(run.chunks)
+            if next(chunks) != key:
                 break
-            num_ready += length
+            try:
+                num_ready += 1 + operator.indexOf(map(operator.eq, chunks, rest), False)
+                key = keys[num_ready]  # `rest` is past it
+            except ValueError:  # alike to the end, of the run or of the keys
+                num_ready = min(num_ready + len(run.chunks), len(keys))
+                key = next(rest, None)
         return num_ready
 
     def touch(self, keys: Sequence[bytes], req_context: ReqContext) -> None:
-        use = self._policy.begin_use(req_context, self._clock())
+        use = self._begin_use(keys, req_context)
         self._policy.move(use, keys, self.find(keys))
         self._end_use(use)
 
@@ -160,7 +173,7 @@ class HostMemoryManager(OffloadingManager):
         absent = [index for index in absent if index not in holes]
         if self._doomed:
             absent = [index for index in absent if keys[index] not in self._doomed]
-        use = self._policy.begin_use(req_context, self._clock())
+        use = self._begin_use(keys, req_context)
         self._policy.move(use, keys, slots)
         room = self._make_room(use, absent, len(keys)) if absent else Room(0, None)
         granted = absent[: room.num_granted]
@@ -195,7 +208,8 @@ class HostMemoryManager(OffloadingManager):
         self._slots.free([slot for _, slot in maker.victims])
         self._tell([key for key, _ in maker.victims], can_be_hit=False)
         for tenant, count in maker.evicted.items():
-            self._stats.counts["evicted_chunks", tenant, use.account.name] += count
+            pair = (tenant, use.account.name)
+            self._stats.count_pair("evicted_chunks", *pair, by=count)
         for tenant, count in maker.breached.items():
             self._stats.count("reservation_breaches", tenant, by=count)
         return Room(num_granted, reason)
@@ -226,11 +240,13 @@ class HostMemoryManager(OffloadingManager):
             self._remove(key)
 
     def reset(self) -> None:
-        for shard in self._ready:
-            for key in list(shard):
-                self._remove(key)
-        for key in list(self._storing):
-            self._remove(key)
+        if self._on_change is not None:
+            for shard in self._ready:
+                self._tell(list(shard), can_be_hit=False)
+        self._forgotten.extend(filter(None, self._ready))
+        self._ready = [{} for _ in range(_NUM_SHARDS)]
+        self._doomed = self._table.reset()
+        self._slots.reset(self._doomed.values())
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._policy.finish(req_context)
@@ -276,6 +292,11 @@ class HostMemoryManager(OffloadingManager):
         slot = self._ready[key[-1]].get(key)
         return self._doomed[key] if slot is None else slot
 
+    def _begin_use(self, keys: Sequence[bytes], req_context: ReqContext) -> Use:
+        if self._forgotten:
+            self._forgotten.pop()
+        return self._policy.begin_use(req_context, self._clock(), len(keys))
+
     def _end_use(self, use: Use) -> None:
         if self._policy.end_use(use):
             self._stats.count("hints_rejected", "priority", "budget")
@@ -284,12 +305,12 @@ class HostMemoryManager(OffloadingManager):
 
     def chunks(self) -> Iterator[ChunkState]:
         """Iterates over all chunks; those of one tenant and priority in LRU order."""
-        for order in dict.fromkeys(account.order for account in self._table.accounts):
-            for run in order.runs():
-                for key, slot in reversed(run.chunks.items()):
-                    pins = self._pins.get(slot, 0)
-                    ready, doomed = key not in self._storing, key in self._doomed
-                    yield ChunkState(key, slot, run.account.name, pins, ready, doomed)
+        table = sorted(self._table, key=lambda r: (r.account.place, r.priority, r.rank))
+        for run in table:
+            for key, slot in reversed(run.chunks.items()):
+                pins = self._pins.get(slot, 0)
+                ready, doomed = key not in self._storing, key in self._doomed
+                yield ChunkState(key, slot, run.account.name, pins, ready, doomed)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, runs and states agree."""

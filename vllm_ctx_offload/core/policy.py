@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext
-from vllm_ctx_offload.core.order import RELEASED, EvictionOrder, Run, Session
+from vllm_ctx_offload.core.order import Run, Session
 from vllm_ctx_offload.core.retention import Columns, Segment, Wish, segments_of
 from vllm_ctx_offload.core.runs import RunTable
 from vllm_ctx_offload.core.tenants import (
@@ -110,18 +110,19 @@ class RetentionPolicy:
 
     def __init__(self, num_slots: int, config: PolicyConfig) -> None:
         self._config = config
-        terms, shared = config.accounts, None
+        terms = config.accounts
         if config.plain_lru:
-            terms, shared = dict.fromkeys(terms, AccountTerms()), EvictionOrder()
-        self.table = RunTable(num_slots, Accounts(terms, shared), config.max_protected)
+            terms = dict.fromkeys(terms, AccountTerms())
+        accounts = Accounts(terms, one_order=config.plain_lru)
+        self.table = RunTable(num_slots, accounts, config.max_protected)
         self._stamp = 0
         # Of live requests that gave hints, by request id.
         self._segments: dict[str, tuple[Segment, ...]] = {}
 
-    def begin_use(self, req_context: ReqContext, now: float) -> Use:
+    def begin_use(self, req_context: ReqContext, now: float, num_keys: int) -> Use:
         """Returns a new use; chunks are moved and added to it, then it is ended."""
         self._stamp += 1
-        self.table.expire(now)
+        self.table.catch_up(now, num_keys)
         account = self.table.accounts.get(req_context.tenant)
         if self._config.plain_lru:
             return Use(account, None, _PLAIN, self._stamp, now)
@@ -245,7 +246,7 @@ def _granted(
         if wish.ttl_s is None or old is None or old.being_stored:
             return wish.priority, wish.ttl_s, None
         return wish.priority, None, use.now + wish.ttl_s
-    if old is not None and old.priority != RELEASED:
+    if old is not None and not old.is_released:
         return old.priority, old.ttl_s, old.expires_at
     account = use.account if old is None else old.account
     return account.base_priority, None, None

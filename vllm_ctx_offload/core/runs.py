@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from sortedcontainers import SortedList
+from sortedcontainers import SortedKeyList
 
 from vllm_ctx_offload.context import DEFAULT_PRIORITY
-from vllm_ctx_offload.core.order import MAX_MOVES, RELEASED, Run, Session
+from vllm_ctx_offload.core.order import (
+    MAX_MOVES,
+    RELEASED,
+    EvictionOrder,
+    Run,
+    Session,
+)
 from vllm_ctx_offload.core.tenants import Account, Accounts
 
 __all__ = ["RunTable"]
@@ -19,8 +26,11 @@ __all__ = ["RunTable"]
 class RunTable:
     """Which run each slot's chunk is in, and each run's place in the orders.
 
-    A run is listed, that is in its account's order, from the end of the use that made
-    it until it is empty. Chunks of unlisted runs can't be chosen as victims.
+    A run is listed, that is in the eviction order, from the end of the use that made it
+    until it is empty. Chunks of unlisted runs can't be chosen as victims.
+
+    What happens to many runs at once, because their time has passed or their session
+    was released, is done to a bounded number of them with each use (`catch_up`).
 
     Flat arrays and dicts of plain values: a million chunks are no objects that the
     garbage collector would have to visit.
@@ -30,15 +40,22 @@ class RunTable:
         self.accounts = accounts
         self.run_of = array("q", bytes(8 * num_slots))  # slot -> id of its run
         self.pins: dict[int, int] = {}  # slot -> number of pins, where there are any
-        self.num_protected = 0  # chunks of a priority above the default
-        self.released: SortedList[Run] = SortedList(key=lambda run: run.rank)
-        self._runs: dict[int, Run] = {}
-        self._last_run_id = 0
         self._max_protected = max_protected
+        self._last_run_id = 0
+        # What resets have forgotten and is not taken apart yet.
+        self._forgotten: deque[RunTable] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins anew, without a run."""
+        self.num_protected = 0  # chunks of a priority above the default
+        self.order = EvictionOrder()
+        self.released: SortedKeyList[Run, tuple[float, ...]] = SortedKeyList(key=_rank)
+        self._runs: dict[int, Run] = {}
         self._sessions: dict[tuple[str, ...], Session] = {}
-        self._expiring: SortedList[Run] = SortedList(
-            key=lambda run: (run.expires_at, run.run_id)
-        )
+        # What releases have taken and is not yet among `released`.
+        self._releasing: deque[dict[int, None]] = deque()
+        self._due: SortedKeyList[Run, tuple[float, ...]] = SortedKeyList(key=_due)
 
     def __iter__(self) -> Iterator[Run]:
         return iter(self._runs.values())
@@ -55,36 +72,44 @@ class RunTable:
     def make(self, account: Account, stamp: int, used_at: float) -> Run:
         """Returns a new run, unlisted."""
         self._last_run_id += 1
-        run = Run(account, self._last_run_id, stamp, used_at)
+        run = Run.make(account, self._last_run_id, stamp, used_at)
         self._runs[run.run_id] = run
         return run
 
     def enlist(self, run: Run) -> None:
-        run.account.order.add(run)
-        if run.expires_at is not None:
-            self._expiring.add(run)
         if (session := run.session) is not None:
-            session.runs.add(run)
+            if run.batch is None:
+                run.batch = session.batch
+            run.batch[run.run_id] = None
+            session.num_runs += 1
             # It was closed if the use that made this run emptied the last one.
             self._sessions[session.key] = session
-        if run.priority == RELEASED:
-            self.released.add(run)
-
-    def delist(self, run: Run) -> None:
-        run.account.order.discard(run)
-        if run.expires_at is not None:
-            self._expiring.remove(run)
-        if run.session is not None:
-            run.session.runs.discard(run)
-        if run.priority == RELEASED:
-            self.released.remove(run)
+        self._list(run)
 
     def forget(self, run: Run) -> None:
         """Takes out a listed run that holds no chunk any more."""
-        self.delist(run)
+        self._unlist(run)
         del self._runs[run.run_id]
         if run.session is not None:
+            if run.batch is not None:
+                del run.batch[run.run_id]
+            run.session.num_runs -= 1
             self.close(run.session)
+
+    def _list(self, run: Run) -> None:
+        self.order.add(run)
+        if run.due_at is not None:
+            self._due.add(run)
+        if run.priority == RELEASED:
+            self.released.add(run)
+
+    def _unlist(self, run: Run) -> None:
+        """Needs the run's priority and times to be as they were."""
+        self.order.discard(run)
+        if run.due_at is not None:
+            self._due.remove(run)
+        if run.priority == RELEASED:
+            self.released.remove(run)
 
     def drop(self, key: bytes, slot: int) -> None:
         """Takes one unpinned chunk out of its listed run."""
@@ -92,25 +117,78 @@ class RunTable:
         del run.chunks[key]
         self.count_protected(run, -1)
         run.account.resident -= 1
+        self.accounts.changed(run.account)
         if not run.chunks:
             self.forget(run)
+
+    def reset(self) -> dict[bytes, int]:
+        """Forgets every chunk but the pinned ones, which it returns with their slots.
+
+        These keep their pins and who is accounted for them. Costs O(accounts) and O(1)
+        per chunk of runs that are pinned: what was forgotten is taken apart later.
+        """
+        self._forgotten.append(copy.copy(self))
+        pinned_runs = dict.fromkeys(map(self.run, self.pins))
+        self._begin()
+        self.accounts.clear()
+        kept: dict[bytes, int] = {}
+        for old in pinned_runs:
+            run = self.make(old.account, stamp=0, used_at=0.0)
+            chunks = {k: slot for k, slot in old.chunks.items() if slot in self.pins}
+            kept |= chunks
+            run.chunks, run.num_pinned = chunks, len(chunks)
+            run.being_stored = old.being_stored
+            for slot in chunks.values():
+                self.run_of[slot] = run.run_id
+            run.account.resident += len(chunks)
+            run.account.num_pinned += len(chunks)
+            self.accounts.changed(run.account)
+            self.enlist(run)
+        return kept
+
+    def _take_apart(self, most: int) -> None:
+        """Lets go of up to `most` forgotten runs: of all at once would take long."""
+        for _ in range(most):
+            if not self._forgotten:
+                return
+            table = self._forgotten[0]
+            if (run := next(iter(table.order), None)) is None:
+                self._forgotten.popleft()
+            else:
+                table.forget(run)
 
     # ---- sessions
 
     def session(self, key: tuple[str, ...]) -> Session:
         """Returns the session of a key; `close` it when it may have no chunks."""
-        return self._sessions.setdefault(key, Session(key))
+        if (session := self._sessions.get(key)) is None:
+            session = self._sessions[key] = Session(key)
+        return session
 
     def close(self, session: Session) -> None:
         """Forgets a session that has no runs."""
-        if not session.runs:
+        if not session.num_runs:
             self._sessions.pop(session.key, None)
 
     def release(self, session: Session) -> None:
         """Makes the session's own chunks the first to go."""
-        for run in sorted(session.runs, key=lambda run: run.rank):
-            self._change(run, RELEASED, expected_at=None)
+        if session.batch:
+            self._releasing.append(session.batch)
+            session.batch = {}
         self.close(session)
+        self._end_releases(MAX_MOVES)
+
+    def _end_releases(self, most: int) -> None:
+        """Makes up to `most` runs the first to go; those released first come first."""
+        for _ in range(most):
+            if not self._releasing:
+                return
+            if not (batch := self._releasing[0]):  # all were used or evicted since
+                self._releasing.popleft()
+                continue
+            run = self._runs[batch.popitem()[0]]
+            run.batch = None
+            self._change(run, RELEASED, expected_at=None)
 
     # ---- pins
 
@@ -148,27 +226,42 @@ class RunTable:
     def count_protected(self, run: Run, num_chunks: int) -> None:
         """Has to be told of chunks that come to a run or leave it."""
         if run.priority > DEFAULT_PRIORITY:
-            run.account.protected += num_chunks
+            self.accounts.protect(run.account, num_chunks)
             self.num_protected += num_chunks
 
     def _change(self, run: Run, priority: int, expected_at: float | None) -> None:
         """Gives a run another priority, for good; its last use stays."""
-        self.delist(run)
+        self._unlist(run)
         self.count_protected(run, -len(run.chunks))
         run.priority, run.ttl_s, run.expires_at = priority, None, None
         run.expected_at = expected_at
         self.count_protected(run, len(run.chunks))
-        self.enlist(run)
+        self._list(run)
 
-    def expire(self, now: float) -> None:
-        """Ends the priorities whose time has passed, a bounded number at a time."""
-        for _ in range(MAX_MOVES):
-            if not self._expiring:
+    def catch_up(self, now: float, num_keys: int) -> None:
+        """Does what time and releases have left to do, as part of a use of `num_keys`.
+
+        No more of it than in proportion to the call, and no less than uses make.
+        """
+        most = max(MAX_MOVES, num_keys)
+        self._end_times(now, most)
+        self._end_releases(most)
+        self._take_apart(most)
+
+    def _end_times(self, now: float, most: int) -> None:
+        """Ends the priorities and the estimates of up to `most` runs."""
+        for _ in range(most):
+            if not self._due or _due(run := self._due[0])[0] > now:
                 return
-            run = self._expiring[0]
-            if run.expires_at is None or run.expires_at > now:
-                return
-            self._change(run, run.account.base_priority, run.expected_at)
+            expected_at = run.expected_at
+            if expected_at is not None and expected_at <= now:
+                expected_at = None  # it has passed and counts as none
+            if run.expires_at is not None and run.expires_at <= now:
+                self._change(run, run.account.base_priority, expected_at)
+            else:
+                self._unlist(run)
+                run.expected_at = expected_at
+                self._list(run)
 
     def became_readable(self, slots: Sequence[int], now: float) -> None:
         """Starts the time of stored chunks' priorities: it counts from here."""
@@ -178,8 +271,10 @@ class RunTable:
             for part in (run,) if whole else self._parts_in(run, {*slots}):
                 part.being_stored = False
                 if part.ttl_s is not None:
+                    if part.due_at is not None:
+                        self._due.remove(part)
                     part.expires_at, part.ttl_s = now + part.ttl_s, None
-                    self._expiring.add(part)
+                    self._due.add(part)
 
     def _parts_in(self, run: Run, slots: set[int]) -> Iterator[Run]:
         """Cuts a run where `slots` begin and end; yields the parts that lie in them."""
@@ -202,7 +297,7 @@ class RunTable:
         for account, count in self.accounts.over_budget(excess).items():
             left = count
             while left:
-                run = account.order.first_above(DEFAULT_PRIORITY, now)
+                run = next(self.order.victims(account, now, above=DEFAULT_PRIORITY))
                 if len(run.chunks) > left:
                     run = self._split(run, left)
                 left -= len(run.chunks)
@@ -224,7 +319,7 @@ class RunTable:
         return tail
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless runs, pins and accounts agree."""
+        """Raises AssertionError unless runs, pins, sessions and accounts agree."""
         protected = 0
         for account in self.accounts:
             runs = [run for run in self if run.account is account]
@@ -233,23 +328,39 @@ class RunTable:
             raised = [run for run in runs if run.priority > DEFAULT_PRIORITY]
             assert account.protected == sum(len(run.chunks) for run in raised)
             protected += account.protected
-            listed = {run for run in account.order.runs() if run.account is account}
-            assert listed == set(runs), account.name
         assert protected == self.num_protected <= max(self._max_protected, 0)
         for run in self:
             assert run.chunks, "an empty run"
             slots = run.chunks.values()
             assert all(self.run_of[slot] == run.run_id for slot in slots)
             assert run.num_pinned == sum(slot in self.pins for slot in slots)
-            assert run.expires_at is None or run in self._expiring
             assert run.expires_at is None or not run.being_stored
             assert run.ttl_s is None or run.being_stored
-            assert run.priority != RELEASED or run in self.released
-            assert run.session is None or run in run.session.runs
-        timed = [run for run in self if run.expires_at is not None]
-        released = [run for run in self if run.priority == RELEASED]
-        assert len(self._expiring) == len(timed)
-        assert len(self.released) == len(released)
+            assert run.batch is None or run.run_id in run.batch
         assert all(count > 0 for count in self.pins.values())
-        sessions = {run.session for run in self if run.session is not None}
-        assert set(self._sessions.values()) == sessions
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        """Raises AssertionError unless each list holds the runs that it should."""
+        assert sorted(self.order, key=_rank) == sorted(self, key=_rank)
+        assert list(self._due) == sorted(
+            (run for run in self if run.due_at is not None), key=_due
+        )
+        assert list(self.released) == sorted(
+            (run for run in self if run.priority == RELEASED), key=_rank
+        )
+        sessions = Counter(run.session for run in self if run.session is not None)
+        assert sessions == {s: s.num_runs for s in self._sessions.values()}
+        batches = [*self._releasing, *(session.batch for session in sessions)]
+        assert {run_id for batch in batches for run_id in batch} == {
+            run.run_id for run in self if run.batch is not None
+        }
+
+
+def _rank(run: Run) -> tuple[int, ...]:
+    return run.rank
+
+
+def _due(run: Run) -> tuple[float, int]:
+    assert run.due_at is not None
+    return run.due_at, run.run_id

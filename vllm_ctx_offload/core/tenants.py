@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import Struct
+from sortedcontainers import SortedList
+
 from vllm_ctx_offload.config import (
     DEFAULT_TENANT,
     WILDCARD_TENANT,
@@ -15,7 +18,6 @@ from vllm_ctx_offload.config import (
     TenantConfig,
 )
 from vllm_ctx_offload.context import DEFAULT_PRIORITY
-from vllm_ctx_offload.core.order import EvictionOrder
 
 __all__ = ["Account", "AccountTerms", "Accounts", "account_terms"]
 
@@ -60,43 +62,37 @@ def account_terms(
     return accounts
 
 
-class Account:
+class Account(Struct, gc=False, eq=False):
     """What one tenant holds. Counts are in chunks and include those in flight."""
 
-    __slots__ = (
-        "base_priority",
-        "index",
-        "limit",
-        "listed",
-        "name",
-        "num_pinned",
-        "order",
-        "protected",
-        "reserved",
-        "resident",
-        "weight",
-    )
+    name: str
+    index: int
+    place: int  # where its runs are in the eviction order
+    reserved: int
+    limit: int | None
+    weight: float
+    base_priority: int
+    resident: int = 0
+    num_pinned: int = 0  # of `resident`
+    protected: int = 0  # of `resident`: those above the default priority
+    # The excess that `Accounts` has listed; None: it is set aside.
+    listed: float | None = None
 
-    def __init__(
-        self, name: str, index: int, terms: AccountTerms, order: EvictionOrder
-    ) -> None:
-        self.name: Final = name
-        self.index: Final = index
-        self.reserved: Final = terms.reserved
-        self.limit: Final = terms.limit
-        self.weight: Final = terms.weight
-        self.base_priority: Final = terms.base_priority
-        self.order: Final = order
-        self.resident = 0
-        self.num_pinned = 0  # of `resident`
-        self.protected = 0  # of `resident`: those above the default priority
-        # Key of this account's one valid entry in the heap of `Accounts`.
-        self.listed = -self.excess
+    @classmethod
+    def make(cls, name: str, index: int, place: int, terms: AccountTerms) -> Account:
+        """Returns an account that holds nothing."""
+        limits = (terms.reserved, terms.limit, terms.weight, terms.base_priority)
+        return cls(name, index, place, *limits)
 
     @property
     def excess(self) -> float:
         """How far above its reservation the account is, in units of its weight."""
         return (self.resident - self.reserved) / self.weight
+
+    @property
+    def protection(self) -> float:
+        """How much it protects, in units of its weight."""
+        return self.protected / self.weight
 
     def room_below_limit(self) -> int | None:
         """Returns how many chunks more it may hold; None: any number."""
@@ -104,24 +100,26 @@ class Account:
 
 
 class Accounts:
-    """All accounts by name, and the one that is furthest above its reservation.
+    """All accounts by name, and who is furthest above its reservation or protects most.
 
-    A heap holds one valid entry per account, whose key is at least its excess: it is
-    renewed when an account grows, and corrected when it is found at the top after the
-    account shrank. So finding the furthest costs O(log accounts) amortised.
+    Both are sorted lists of numbers, corrected as accounts change, each in O(log
+    accounts). While a store makes room, accounts may hold less than is listed: those
+    are corrected when they are found at the front.
     """
 
-    def __init__(
-        self, terms: Mapping[str, AccountTerms], shared_order: EvictionOrder | None
-    ) -> None:
-        """Makes the accounts, each with an order of its own unless all share one."""
+    def __init__(self, terms: Mapping[str, AccountTerms], *, one_order: bool) -> None:
+        """Makes the accounts, whose chunks go in one order or each in its own."""
+        self.one_order: Final = one_order
         self._accounts = [
-            Account(name, index, account, shared_order or EvictionOrder())
+            Account.make(name, index, 0 if one_order else index, account)
             for index, (name, account) in enumerate(terms.items())
         ]
         self._by_name = {account.name: account for account in self._accounts}
-        self._heap: list[tuple[float, int]] = []
-        self._relist_all()
+        # (-excess or -protection, index): the most first.
+        self._above: SortedList[tuple[float, int]] = SortedList()
+        self._protecting: SortedList[tuple[float, int]] = SortedList()
+        self._changed: set[Account] = set()
+        self.clear()
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts)
@@ -130,45 +128,65 @@ class Accounts:
         """Returns the account of tenant `name`, which may be undeclared."""
         return self._by_name.get(name) or self._by_name[DEFAULT_TENANT]
 
-    def grew(self, account: Account) -> None:
-        """Has to be told whenever an account holds more than before."""
-        account.listed = -account.excess
-        heapq.heappush(self._heap, (account.listed, account.index))
-        if len(self._heap) > 4 * len(self._accounts) + 64:
-            self._relist_all()
-
-    def _relist_all(self) -> None:
+    def clear(self) -> None:
+        """Has all accounts hold nothing. Costs O(accounts)."""
         for account in self._accounts:
-            account.listed = -account.excess
-        self._heap = [(account.listed, account.index) for account in self._accounts]
-        heapq.heapify(self._heap)
+            if account.resident:
+                self._changed.add(account)
+            account.resident = account.num_pinned = account.protected = 0
+            account.listed = account.excess
+        self._above.clear()
+        self._above.update((-a.excess, a.index) for a in self._accounts)
+        self._protecting.clear()
+
+    # ---- what they hold
+
+    def changed(self, account: Account) -> None:
+        """Has to be told after an account has come to hold more or less."""
+        self._changed.add(account)
+        if account.listed == account.excess:
+            return
+        if account.listed is not None:
+            self._above.remove((-account.listed, account.index))
+        account.listed = account.excess
+        self._above.add((-account.listed, account.index))
+
+    def take_changed(self) -> set[Account]:
+        """Returns the accounts that have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def furthest_above(self) -> Account | None:
         """Returns the account with the largest positive excess, if there is one."""
-        heap = self._heap
-        while heap:
-            listed, index = heap[0]
+        while self._above:
+            listed, index = self._above[0]
             account = self._accounts[index]
-            if listed != account.listed:
-                heapq.heappop(heap)  # renewed since
-                continue
-            if listed == -account.excess:
+            if -listed == account.excess:
                 return account if listed < 0 else None
-            account.listed = -account.excess
-            heapq.heapreplace(heap, (account.listed, index))
+            self.changed(account)
         return None
 
     def next_excess(self) -> float:
         """Returns no less than the second largest positive excess, or 0.
 
-        Needs the furthest account at the top: call it after `furthest_above`.
+        Needs the furthest account at the front: call it after `furthest_above`.
         """
-        return max((0.0, *(-listed for listed, _ in self._heap[1:3])))
+        return max(-self._above[1][0], 0.0) if len(self._above) > 1 else 0.0
 
     def set_aside(self, account: Account) -> None:
-        """Leaves the furthest account out until it is told to have grown."""
-        heapq.heappop(self._heap)
-        account.listed = float("nan")
+        """Leaves the furthest account out until it is told to have changed."""
+        self._above.pop(0)
+        account.listed = None
+
+    # ---- what they protect
+
+    def protect(self, account: Account, num_chunks: int) -> None:
+        """Counts protected chunks that come to an account, or leave it."""
+        if account.protected:
+            self._protecting.remove((-account.protection, account.index))
+        account.protected += num_chunks
+        if account.protected:
+            self._protecting.add((-account.protection, account.index))
 
     def over_budget(self, excess: int) -> Counter[Account]:
         """Returns who has to give up how many of `excess` protected chunks.
@@ -176,15 +194,17 @@ class Accounts:
         One by one, whoever protects the most then, in units of its weight.
         """
         shares: Counter[Account] = Counter()
-        if not excess:
-            return shares
-        heap = [(-a.protected / a.weight, a.index) for a in self._accounts]
-        heapq.heapify(heap)
+        others = iter(self._protecting)
+        other = next(others, None)
+        payers: list[tuple[float, int]] = []  # a heap of those that protect most
         for _ in range(excess):
-            account = self._accounts[heap[0][1]]
+            if other is not None and (not payers or other < payers[0]):
+                heapq.heappush(payers, other)
+                other = next(others, None)
+            account = self._accounts[payers[0][1]]
             shares[account] += 1
-            protected = account.protected - shares[account]
-            heapq.heapreplace(heap, (-protected / account.weight, account.index))
+            left = account.protected - shares[account]
+            heapq.heapreplace(payers, (-left / account.weight, account.index))
         return shares
 
 

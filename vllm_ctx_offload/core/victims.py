@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from vllm_ctx_offload.core.order import EvictionOrder, Run
+from vllm_ctx_offload.core.order import Run
 from vllm_ctx_offload.core.runs import RunTable
 from vllm_ctx_offload.core.tenants import Account
 
@@ -75,12 +75,13 @@ class RoomMaker:
         self._num_free = num_free
         self._now = now
         self._time_left = None if expected_at is None else expected_at - now
-        self._plain = all(a.order is account.order for a in table.accounts)
+        self._num_resident = len(table.run_of) - num_free
         self._reason = REJECT_FULL
         self._num_granted = 0
         self._aside: list[Account] = []
+        self._payers: set[Account] = set()
         self._released = _Queue(iter(table.released))
-        self._queues: dict[EvictionOrder, _Queue] = {}
+        self._queues: dict[int, _Queue] = {}  # by the accounts' places in the order
         self._emptied: list[Run] = []
         # The pinned chunks that were found at the end of a run, the last one first.
         self._passed: dict[Run, list[tuple[bytes, int]]] = {}
@@ -119,14 +120,14 @@ class RoomMaker:
             run.chunks.update(reversed(pinned))
         for run in self._emptied:
             self._table.forget(run)
-        for account in (*self._aside, self._account):
-            self._table.accounts.grew(account)
+        for account in {*self._payers, *self._aside, self._account}:
+            self._table.accounts.changed(account)
 
     def _take_any(self, want: int, priority: int) -> int:
         account, accounts = self._account, self._table.accounts
         if got := self._take(self._released, want):
             return got
-        if self._plain:
+        if accounts.one_order:
             return self._take_own(want, priority, REJECT_FULL)
         own_is_pinned = False
         while True:
@@ -146,11 +147,17 @@ class RoomMaker:
 
     def _take_own(self, want: int, priority: int, reason: str) -> int:
         self._reason = reason
-        payers = self._table.accounts if self._plain else (self._account,)
-        # What was granted already has no pins yet.
-        if sum(a.resident - a.num_pinned for a in payers) == self._num_granted:
+        if not self._num_evictable():
             return 0
         return self._take(self._queue(self._account), want, priority)
+
+    def _num_evictable(self) -> int:
+        """Returns how many chunks in the account's order are not pinned."""
+        if self._table.accounts.one_order:
+            return self._num_resident - len(self.victims) - len(self._table.pins)
+        # What was granted already has no pins yet.
+        account = self._account
+        return account.resident - account.num_pinned - self._num_granted
 
     def _take_from(self, other: Account, want: int) -> int:
         """Takes from the furthest account for as long as it stays the furthest."""
@@ -169,10 +176,10 @@ class RoomMaker:
         return got
 
     def _queue(self, account: Account) -> _Queue:
-        queue = self._queues.get(account.order)
+        queue = self._queues.get(account.place)
         if queue is None:
-            queue = _Queue(account.order.victims(self._now))
-            self._queues[account.order] = queue
+            queue = _Queue(self._table.order.victims(account, self._now))
+            self._queues[account.place] = queue
         return queue
 
     def _take(self, queue: _Queue, want: int, priority: int | None = None) -> int:
@@ -219,4 +226,5 @@ class RoomMaker:
         run.account.resident -= got
         self._table.count_protected(run, -got)
         self.evicted[run.account.name] += got
+        self._payers.add(run.account)
         return got
