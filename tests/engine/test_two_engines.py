@@ -109,6 +109,8 @@ def answer(engine: Any, prompt: list[int]) -> tuple[list[int], int]:
 
 
 @pytest.mark.slow
+# vLLM's, of its client in this process.
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
 def test_in_vllms_default_mode_two_engines_load_each_its_own(two: list[Any]) -> None:
     """Prompts of the other engine are computed, and answered like there."""
     prompts = [random_prompt(seed, 300) for seed in (4, 5)]
