@@ -10,6 +10,7 @@ from pytest_mock import MockerFixture
 from vllm_ctx_offload import memory
 from vllm_ctx_offload.memory import (
     DEFAULT_ENV,
+    RAY_COPIES_ENV,
     MemoryLimit,
     available_memory,
     default_pool_bytes,
@@ -31,6 +32,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo.write_text(f"MemFree:  512 kB\nMemAvailable:   {kib} kB\nSwapFree: 0 kB\n")
     monkeypatch.setattr(memory, "_MEMINFO", meminfo)
     monkeypatch.setenv(DEFAULT_ENV, "")
+    monkeypatch.setenv(RAY_COPIES_ENV, "")
 
 
 @pytest.mark.parametrize("text", ["MemTotal: 4096 kB\n", None])
@@ -159,6 +161,23 @@ def test_the_default_pool_is_a_quarter_and_stays_so_for_child_processes(
     publish_default_pool_bytes()
     assert default_pool_bytes() == 100
     assert memory.os.environ[DEFAULT_ENV] == "100"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("", DEFAULT_ENV),
+        ("MINE", f"MINE,{DEFAULT_ENV}"),
+        (f"{DEFAULT_ENV},MINE", f"{DEFAULT_ENV},MINE"),
+    ],
+)
+def test_vllm_is_told_once_to_copy_the_default_to_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, names: str, expected: str
+) -> None:
+    monkeypatch.setenv(RAY_COPIES_ENV, names)
+    for _ in range(2):
+        publish_default_pool_bytes()
+    assert memory.os.environ[RAY_COPIES_ENV] == expected
 
 
 @pytest.mark.parametrize("value", ["", "lots", "-5", "²", "1.5"])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ctx_offload import memory
+from vllm_ctx_offload import __version__, memory
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.errors import ConfigError
-from vllm_ctx_offload.plan import GroupShape, ModelShape, OffloadPlan, resolve_plan
+from vllm_ctx_offload.plan import (
+    GroupShape,
+    ModelShape,
+    OffloadPlan,
+    check_workers,
+    resolve_plan,
+)
 
 WHERE = "kv_connector_extra_config"
 SHAPE = ModelShape(
@@ -157,6 +164,54 @@ def test_engines_on_one_host_share_the_default_pool(
     shape = dataclasses.replace(SHAPE, num_engines=4)
     assert plan_for(shape).total_bytes == 100_000
     assert plan_for(shape, cpu_bytes_to_use=400_000).total_bytes == 400_000
+
+
+def test_workers_that_came_to_the_same_plan_are_taken() -> None:
+    plan = plan_for(cpu_bytes_to_use=8_000)
+    terms = pickle.loads(pickle.dumps(plan.terms))
+    check_workers(plan, {0: terms, 1: plan_for(cpu_bytes_to_use=8_001).terms})
+    check_workers(plan, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("num_slots", 3, "num_slots is 3 on the worker and 4 on"),
+        ("bytes_per_block", 999, "bytes_per_block is 999 on the worker and 1000 on"),
+        ("blocks_per_chunk", 2, "blocks_per_chunk is 2 on the worker and 1 on"),
+        ("num_workers", 1, "num_workers is 1 on the worker and 2 on"),
+        ("groups", "all 32", "groups is all 32 on the worker and all 16 on"),
+        ("release", "0.0.1", f"release is 0.0.1 on the worker and {__version__} on"),
+        ("new", 1, "new is 1 on the worker and None on"),
+    ],
+)
+def test_a_worker_with_another_plan_stops_the_start_with_both_values(
+    name: str, changed: int | str, said: str
+) -> None:
+    plan = plan_for(cpu_bytes_to_use=8_000)
+    terms = {**plan.terms, name: changed}
+    with pytest.raises(ConfigError) as raised:
+        check_workers(plan, {1: terms, 0: plan.terms})
+    assert str(raised.value) == (
+        f"CtxOffloadConnector: worker 1 has another plan ({said} the scheduler side); "
+        "set cpu_bytes_to_use, whose default is a share of each host's memory, and "
+        "give all hosts the same configuration and the same release of "
+        "vllm-ctx-offload."
+    )
+
+
+def test_terms_tell_what_kind_of_blocks_each_group_has() -> None:
+    """Not how far layers look: the scheduler's own copy may tell less of that."""
+    groups = (
+        GroupShape(16),
+        GroupShape(16, window=100),
+        GroupShape(32, stretch=64),
+        GroupShape(64, recurrent=True),
+    )
+    shape = dataclasses.replace(SHAPE, groups=groups)
+    assert plan_for(shape, cpu_bytes_to_use=10**6).terms["groups"] == (
+        "all 16, windowed 16, windowed 32, recurrent 64"
+    )
 
 
 @pytest.mark.parametrize(("pin", "ending"), [(True, "pinned"), (False, "not pinned")])

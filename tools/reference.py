@@ -38,7 +38,7 @@ from vllm_ctx_offload.context import (
     MAX_NAME_LENGTH,
     Hints,
 )
-from vllm_ctx_offload.memory import DEFAULT_ENV
+from vllm_ctx_offload.memory import DEFAULT_ENV, RAY_COPIES_ENV
 from vllm_ctx_offload.policy_file import POLICY_KEYS
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
@@ -267,9 +267,13 @@ _ENVIRONMENT: Final = f"""\
 ### Environment
 
 `{DEFAULT_ENV}`: the pool's size in bytes where `cpu_bytes_to_use` is not set. The first
-process of a deployment sets it for those that it starts, so that all have one figure;
-there is no need to set it by hand. vLLM's own `VLLM_PLUGINS`, if set, has to hold
-`ctx_offload`, and `VLLM_LOGGING_LEVEL` holds for this package's log lines too.
+process of a deployment sets it for those that it starts, under Ray too, for which it
+adds the name to vLLM's `{RAY_COPIES_ENV}`. So all have one figure, and there is no need
+to set it by hand. Nodes that are started by hand (`--headless`) come to another one:
+there set `cpu_bytes_to_use`, or the start is refused.
+
+vLLM's own `VLLM_PLUGINS`, if set, has to hold `ctx_offload`, and `VLLM_LOGGING_LEVEL`
+holds for this package's log lines too.
 
 ## Requests
 

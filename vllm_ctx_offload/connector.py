@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.adapters.degraded import DegradationLog
 from vllm_ctx_offload.adapters.device_cache import check_hook
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.adapters.siblings import one_receipt, position_among_ours
 from vllm_ctx_offload.config import parse_config
+from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import WorkerReport
-from vllm_ctx_offload.plan import resolve_plan
+from vllm_ctx_offload.plan import check_workers, resolve_plan
 from vllm_ctx_offload.stats import of_connector
 from vllm_ctx_offload.worker import OffloadWorker
 
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["CtxOffloadConnector"]
 
 logger = logging.getLogger(__name__)
+
+# Of engines that run in this process and have not been shut down.
+_scheduler_sides: Final[weakref.WeakSet[SchedulerSide]] = weakref.WeakSet()
 
 
 class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
@@ -51,9 +58,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         config = parse_config(transfer.kv_connector_extra_config)
         shape = vllm_api.model_shape(vllm_config, kv_cache_config)
         plan = resolve_plan(config, shape)
-        self._position = vllm_api.position_among_ours(
-            vllm_config, role, kv_cache_config
-        )
+        self._position = position_among_ours(vllm_config, role, kv_cache_config)
         self._degraded = DegradationLog()
         self._num_device_blocks = shape.num_device_blocks
         self._scheduler: SchedulerSide | None = None
@@ -61,7 +66,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._report = WorkerReport()
         # Request id -> blocks that a failed load should have filled.
         self._failed_loads: dict[str, set[int]] = {}
-        self._loads_fail_whole = plan.loads_fail_whole
+        self._plan = plan
         if role is vllm_api.KVConnectorRole.WORKER:
             # Of a model with experts; those of others do not know of each other.
             num_engines = vllm_config.parallel_config.data_parallel_size
@@ -69,10 +74,10 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return
         if config.reset_with_device_cache:
             check_hook(vllm_api.KVConnectorBase_V1)
-        self._plan = plan
         self._scheduler = SchedulerSide(
             config, plan, kv_events=vllm_api.wants_kv_events(vllm_config)
         )
+        _scheduler_sides.add(self._scheduler)
         vllm_api.load_failures_recompute(vllm_config)
         if config.cpu_bytes_to_use is None:
             vllm_api.warn_of_other_engines(vllm_config)
@@ -106,6 +111,19 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler_side.on_block_pool(gpu_block_pool)
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, vllm_api.KVConnectorHandshakeMetadata]
+    ) -> None:
+        # At the end of the start: what the workers gave in `get_handshake_metadata`.
+        check_workers(
+            self._plan,
+            {
+                rank: found.terms
+                for rank, found in metadata.items()
+                if isinstance(found, vllm_api.CtxOffloadTerms)
+            },
+        )
+
     def on_new_request(self, request: vllm_api.Request) -> None:
         self._scheduler_side.on_new_request(request)
 
@@ -130,7 +148,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         plan = self._scheduler_side.plan_step(
             lambda: vllm_api.step_events(scheduler_output)
         )
-        return vllm_api.CtxOffloadMetadata(plan)
+        return vllm_api.CtxOffloadMetadata(plan, self._plan.terms)
 
     def update_connector_output(
         self, connector_output: vllm_api.KVConnectorOutput
@@ -153,7 +171,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         # False: the blocks are not held back; a store that still reads them is fenced.
         receipt = self._scheduler_side.on_finished(request, block_ids)
-        return False, vllm_api.one_receipt(request, receipt)
+        return False, one_receipt(request, receipt)
 
     def has_pending_push_work(self) -> bool:
         # Keeps the engine stepping until the transfers of the last request have ended.
@@ -176,7 +194,15 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker_side.is_registered:
+            raise _second_engine()
         self._worker_side.register(kv_caches, self._num_device_blocks)
+
+    def get_handshake_metadata(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
+        # A MultiConnector passes on one answer, and others can't do without theirs.
+        if not vllm_api.is_whole_worker_side(self):
+            return None
+        return vllm_api.CtxOffloadTerms(self._plan.terms)
 
     def unregister_kv_caches(self) -> None:
         # vLLM 0.33 and newer, before sleep mode takes the memory of the caches away.
@@ -187,6 +213,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, kv_connector_metadata: vllm_api.KVConnectorMetadata
     ) -> None:
         assert isinstance(kv_connector_metadata, vllm_api.CtxOffloadMetadata)
+        self._worker_side.heed(kv_connector_metadata.terms)
         self._worker_side.before_forward(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -218,13 +245,13 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, finished_req_ids: set[str]
     ) -> vllm_api.KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        if self._loads_fail_whole:
+        if self._plan.loads_fail_whole:
             failed, self._failed_loads = self._failed_loads, {}
             results.failed_recving.update(failed)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._loads_fail_whole:
+        if self._plan.loads_fail_whole:
             return set()  # vLLM wants requests instead, see above
         failed, self._failed_loads = self._failed_loads, {}
         return set().union(*failed.values())
@@ -257,3 +284,29 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            _scheduler_sides.discard(self._scheduler)
+
+
+def _second_engine() -> ConfigError:
+    """Returns why another engine of this process can't have caches of its own.
+
+    vLLM makes one worker side for all engines of a process, gives it the caches of
+    each without a word whose they are, and closes it when the first of them ends.
+    """
+    # vLLM hides what a start has made from the collector.
+    gc.unfreeze()
+    gc.collect()
+    if _scheduler_sides:
+        return ConfigError(
+            "CtxOffloadConnector: another engine of this process uses the connector, "
+            "and vLLM has one for all engines of a process; let each have a process "
+            "of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default), or shut "
+            "the other one down before."
+        )
+    vllm_api.end_worker_side()
+    return ConfigError(
+        "CtxOffloadConnector: an engine that is gone, or did not start, had left its "
+        "connector in this process, and vLLM gave it to this one; it is closed now, "
+        "so start this engine again."
+    )

@@ -21,6 +21,8 @@ DEFAULT_SHARE: Final = 0.25
 # Scheduler and workers are different processes and have to arrive at the same pool
 # size. The first process of a deployment publishes the default to its children.
 DEFAULT_ENV: Final = "CTX_OFFLOAD_DEFAULT_BYTES"
+# Names, parted by commas, of what vLLM copies to workers under Ray too.
+RAY_COPIES_ENV: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 _PROC_CGROUP: Final = Path("/proc/self/cgroup")
@@ -123,13 +125,16 @@ def available_memory(
 
 
 def publish_default_pool_bytes() -> None:
-    """Fixes the default pool size for this process and the ones it starts.
+    """Fixes the default pool size for this process and the ones it starts, Ray's too.
 
     May be called any number of times; only the first call of a deployment counts.
     """
     if not os.environ.get(DEFAULT_ENV, "").isdecimal():
         size = int(available_memory().available_bytes * DEFAULT_SHARE)
         os.environ[DEFAULT_ENV] = str(size)
+    names = os.environ.get(RAY_COPIES_ENV, "")
+    if DEFAULT_ENV not in names.split(","):
+        os.environ[RAY_COPIES_ENV] = f"{names},{DEFAULT_ENV}".lstrip(",")
 
 
 def default_pool_bytes() -> int:

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["TransferJob", "TransferPlan", "WorkerReport"]
+__all__ = ["Terms", "TransferJob", "TransferPlan", "WorkerReport", "difference"]
+
+# What the scheduler side and every worker come to by themselves and must agree on, by
+# name. Plain values, so that other releases of this package can read it.
+Terms = dict[str, int | str]
+
+
+def difference(scheduler: Terms, worker: Terms) -> str:
+    """Returns the terms that differ with both values; nothing if none does."""
+    return ", ".join(
+        f"{name} is {worker.get(name)} on the worker and {scheduler.get(name)} on the "
+        "scheduler side"
+        for name in {**scheduler, **worker}
+        if scheduler.get(name) != worker.get(name)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from vllm_ctx_offload import __version__
 from vllm_ctx_offload.config import OffloadConfig, fault_at
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import default_pool_bytes, format_bytes
+from vllm_ctx_offload.messages import Terms, difference
 
 __all__ = [
     "GroupShape",
     "ModelShape",
     "OffloadPlan",
     "check_accounts",
+    "check_workers",
     "loads_fail_whole",
     "resolve_plan",
 ]
@@ -37,6 +40,10 @@ class GroupShape:
     @property
     def looks_at_all(self) -> bool:
         return self.window is None and self.stretch is None and not self.recurrent
+
+    def __str__(self) -> str:
+        kind = "windowed" if self.window or self.stretch else "all"
+        return f"{'recurrent' if self.recurrent else kind} {self.tokens_per_block}"
 
     def first_needed(self, num_tokens: int) -> int:
         """Returns the first token whose KV is read when `num_tokens` are computed."""
@@ -134,6 +141,19 @@ class OffloadPlan:
         """See the function."""
         return loads_fail_whole(self.groups)
 
+    @cached_property
+    def terms(self) -> Terms:
+        """What a worker goes by, to be compared before anything is copied."""
+        return {
+            "release": __version__,
+            "num_slots": self.num_slots,
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "bytes_per_block": self.bytes_per_block,
+            "num_workers": self.num_workers,
+            "groups": ", ".join(map(str, self.groups)),
+            "writes_early": self.writes_early,
+        }
+
     def worth_in_tokens(self, num_chunks: int) -> int:
         """Returns the tokens that chunks of all groups together stand for."""
         return num_chunks * self.tokens_per_span // sum(self.chunks_per_span)
@@ -198,6 +218,22 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
         writes_early=shape.writes_early,
         draft_lookahead=shape.draft_lookahead,
     )
+
+
+def check_workers(plan: OffloadPlan, workers: Mapping[int, Terms]) -> None:
+    """Checks that all workers, by their rank, came to the scheduler side's plan.
+
+    Raises:
+        ConfigError: naming the first that did not, and what differs.
+    """
+    for rank, terms in sorted(workers.items()):
+        if found := difference(plan.terms, terms):
+            raise ConfigError(
+                f"CtxOffloadConnector: worker {rank} has another plan ({found}); set "
+                "cpu_bytes_to_use, whose default is a share of each host's memory, "
+                "and give all hosts the same configuration and the same release of "
+                "vllm-ctx-offload."
+            )
 
 
 def _blocks_per_chunk(config: OffloadConfig, tokens_per_block: int) -> int:

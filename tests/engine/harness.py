@@ -10,12 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from engine.models import VOCAB_SIZE
-from engine.spec import (
-    EngineSpec,
-    allow_async_scheduling,
-    engine_environment,
-    survive_numba,
-)
+from engine.spec import EngineSpec, engine_environment, force_async_scheduling
 
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.worker import OffloadWorker
@@ -56,15 +51,18 @@ class Result(NamedTuple):
 class Engine:
     """One engine. Invariants of the scheduler side are checked after every step."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, **more: Any) -> None:
+        """Starts it; `more` are arguments of vLLM's that JSON can't hold."""
         self.spec = spec
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(engine_environment())
         from vllm import LLM
 
         try:
-            with allow_async_scheduling(spec.async_scheduling), survive_numba():
-                self.llm = LLM(**spec.arguments())
+            with contextlib.ExitStack() as stack:
+                if spec.async_scheduling:
+                    stack.enter_context(force_async_scheduling())
+                self.llm = LLM(**spec.arguments(), **more)
         except BaseException:
             self._stack.close()
             raise

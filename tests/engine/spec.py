@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,9 +16,8 @@ __all__ = [
     "CTX",
     "MLA_BLOCK",
     "EngineSpec",
-    "allow_async_scheduling",
     "engine_environment",
-    "survive_numba",
+    "force_async_scheduling",
 ]
 
 BLOCK: Final = 32  # tokens of a device block
@@ -91,38 +89,22 @@ class EngineSpec:
 
 
 @contextlib.contextmanager
-def allow_async_scheduling(wanted: bool) -> Iterator[None]:
-    """Sets vLLM's async scheduling against the CPU platform's opinion."""
+def force_async_scheduling() -> Iterator[None]:
+    """Keeps vLLM's CPU platform from turning async scheduling off.
+
+    It hides nothing: there users can't have it. On GPUs it is the default, and vLLM's
+    scheduler and runner do it here as they do there.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
 
     def check_and_set(vllm_config: Any) -> None:
         check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
+        vllm_config.scheduler_config.async_scheduling = True
 
     replacement = staticmethod(check_and_set)
     with mock.patch.object(CpuPlatform, "check_and_update_config", replacement):
-        yield
-
-
-@contextlib.contextmanager
-def survive_numba() -> Iterator[None]:
-    """Lets an engine start in a process where another one has drafted n-grams.
-
-    vLLM looks for its kernels in everything that any module holds, and stumbles over
-    an object of numba's that claims to have a `__dict__`.
-    """
-    name = "vllm.triton_utils.dispatcher"
-    if importlib.util.find_spec(name) is None:
-        yield
-        return
-
-    def only_dicts(value: Any) -> Any:
-        found = vars(value)
-        return found if isinstance(found, Mapping) else {}
-
-    with mock.patch(f"{name}.vars", only_dicts, create=True):
         yield
 
 

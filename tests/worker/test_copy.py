@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -155,6 +156,21 @@ def test_pages_are_written_past_the_caches() -> None:
     (assembly,) = page_copier().inspect_asm().values()
     assert "movnt" in assembly
     assert "fence" in assembly
+
+
+def test_what_is_loaded_does_not_keep_the_next_engine_from_starting() -> None:
+    """vLLM before 0.34 takes what all objects of all modules have for a dictionary."""
+    code = (
+        "import sys\n"
+        "from vllm_ctx_offload.worker.streaming import page_copier\n"
+        "page_copier()\n"
+        "for module in list(sys.modules.values()):\n"
+        "    for value in list(getattr(module, '__dict__', {}).values()):\n"
+        "        if hasattr(value, '__dict__'):\n"
+        "            vars(value).get('kernel')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_numba_the_start_ends_in_a_sentence(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -118,6 +119,39 @@ def test_a_job_outside_cache_or_pool_fails_alone_and_touches_nothing(
     for name, cache in caches.items():
         assert torch.equal(cache, before[name])
     assert torch.equal(worker._pool.rows, pool)
+
+
+def test_a_worker_with_another_plan_than_the_scheduler_side_copies_nothing(
+    worker: OffloadWorker,
+    caches: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also not within a pool that is as large here; and it says why, once."""
+    before = {name: cache.clone() for name, cache in caches.items()}
+    assert worker._pool is not None
+    pool = worker._pool.rows.clone()
+    terms = {**worker._plan.terms, "num_slots": NUM_ROWS + 1}
+    for _ in range(2):
+        worker.heed(terms)
+    worker.before_forward(TransferPlan(late_stores=(job(0, (1,), (0,)),)))
+    worker.start_loads(TransferPlan(loads=(job(1, (2,), (1,)),)))
+    worker.start_stores(TransferPlan(stores=(job(2, (3,), (2,)),)))
+    ended = finish(worker, 3)
+    assert ended.report.failed == {0, 1, 2}
+    assert ended.failed_loads == {"r1": {2}}
+    for name, cache in caches.items():
+        assert torch.equal(cache, before[name])
+    assert torch.equal(worker._pool.rows, pool)
+    assert (
+        caplog.text.count("Nothing is copied between the device and host memory") == 1
+    )
+    assert "num_slots is 6 on the worker and 7 on the scheduler side" in caplog.text
+
+
+def test_a_worker_with_the_scheduler_sides_plan_copies(worker: OffloadWorker) -> None:
+    worker.heed(pickle.loads(pickle.dumps(worker._plan.terms)))
+    worker.start_stores(TransferPlan(stores=(job(0, (1,), (0,)),)))
+    assert finish(worker, 1).report.failed == set()
 
 
 def test_a_failed_load_is_reported_with_its_request_and_blocks(

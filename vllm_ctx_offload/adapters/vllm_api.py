@@ -17,9 +17,15 @@ import vllm
 from packaging.version import Version
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -45,7 +51,7 @@ from vllm_ctx_offload.adapters.metrics import (
 )
 from vllm_ctx_offload.config import check_kv_role
 from vllm_ctx_offload.errors import ConfigError
-from vllm_ctx_offload.messages import TransferPlan, WorkerReport
+from vllm_ctx_offload.messages import Terms, TransferPlan, WorkerReport
 from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
@@ -54,11 +60,13 @@ __all__ = [
     "CtxOffloadMetadata",
     "CtxOffloadPromMetrics",
     "CtxOffloadStats",
+    "CtxOffloadTerms",
     "CtxOffloadWorkerMetadata",
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVCacheEvent",
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorOutput",
     "KVConnectorRole",
@@ -70,10 +78,11 @@ __all__ = [
     "VllmConfig",
     "adopt_vllm_logging",
     "check_environment",
+    "end_worker_side",
+    "is_whole_worker_side",
     "kv_event",
     "load_failures_recompute",
     "model_shape",
-    "position_among_ours",
     "runs_on_cuda",
     "step_events",
     "transfer_config",
@@ -104,6 +113,14 @@ class CtxOffloadMetadata(KVConnectorMetadata):
     """Scheduler side to worker side, once a step."""
 
     plan: TransferPlan
+    terms: Terms  # what the plan goes by
+
+
+@dataclass
+class CtxOffloadTerms(KVConnectorHandshakeMetadata):
+    """Worker side to scheduler side, once at the start."""
+
+    terms: Terms
 
 
 @dataclass
@@ -161,22 +178,14 @@ class CtxOffloadPromMetrics(KVConnectorPromMetrics):
             self._failed = True
 
 
-def position_among_ours(
-    vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-) -> int:
-    """Returns which of our connectors in one engine this is; 0: the first or only one.
+def is_whole_worker_side(connector: KVConnectorBase_V1) -> bool:
+    """Returns whether vLLM talks to this connector, not to one that contains it."""
+    return has_kv_transfer_group() and get_kv_transfer_group() is connector
 
-    A MultiConnector makes its connectors in the order of its list, with one and the
-    same `kv_cache_config` and a configuration for each. It does not say which is which.
-    """
-    name = f"_ctx_offload_{role.name.lower()}_configs"
-    ours: list[Any] = vars(kv_cache_config).setdefault(name, [])
-    mine = transfer_config(vllm_config)
-    for position, known in enumerate(ours):
-        if known is mine:
-            return position
-    ours.append(mine)
-    return len(ours) - 1
+
+def end_worker_side() -> None:
+    """Closes the worker side of this process, so that the next engine makes one."""
+    ensure_kv_transfer_shutdown()
 
 
 def adopt_vllm_logging() -> None:
@@ -285,23 +294,6 @@ def warn_of_other_engines(vllm_config: VllmConfig) -> None:
             "of the others: each on this host takes the default of the whole pool. "
             "Set cpu_bytes_to_use to what one engine may have."
         )
-
-
-def one_receipt(
-    request: Request, receipt: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """Returns the receipt, or None where another connector of ours has given one.
-
-    A MultiConnector raises, and so ends the engine, if two return the same key. The
-    first receipt stands for all; the tokens that later ones have loaded are added.
-    """
-    if receipt is None:
-        return None
-    given = vars(request).setdefault("_ctx_offload_receipt", receipt)
-    if given is receipt:
-        return receipt
-    given["ctx"]["loaded_tokens"] += receipt["ctx"]["loaded_tokens"]
-    return None
 
 
 def step_events(output: SchedulerOutput) -> StepEvents:

@@ -8,7 +8,7 @@ stores that do neither. Here every page is written with such non-temporal stores
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from vllm_ctx_offload.errors import ConfigError
@@ -33,6 +33,8 @@ def page_copier() -> Callable[..., None]:
     """
     try:
         from numba import njit, types
+
+        _show_no_attributes()
     except ImportError as error:
         raise ConfigError(
             "CtxOffloadConnector: numba, which copies on the CPU are compiled with and "
@@ -59,6 +61,19 @@ def page_copier() -> Callable[..., None]:
     signature = types.void(ends, ends, numbers, numbers, numbers)
     compiled: Callable[..., None] = njit(signature, nogil=True)(copy)
     return compiled
+
+
+def _show_no_attributes() -> None:
+    """Lets the next engine of this process start, on vLLM before 0.34.
+
+    Its CPU platform looks for kernels in the attributes of all that any module holds.
+    One object of llvmlite invents every attribute that it is asked for, and keeps it in
+    a table; what it invents for `__dict__` is no dictionary.
+    """
+    from llvmlite.binding import ffi
+
+    if not isinstance(vars(ffi.lib), Mapping):
+        ffi.lib._fntab["__dict__"] = {}  # noqa: SLF001 - there is no public way in
 
 
 def _memory_operations() -> tuple[Any, Any, Any]:

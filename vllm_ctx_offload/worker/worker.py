@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from vllm_ctx_offload.errors import ConfigError
-from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+from vllm_ctx_offload.messages import (
+    Terms,
+    TransferJob,
+    TransferPlan,
+    WorkerReport,
+    difference,
+)
 from vllm_ctx_offload.stats import OffloadStats
 from vllm_ctx_offload.worker.cpu_transfer import CpuTransfer
 from vllm_ctx_offload.worker.cuda_transfer import (
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
     from vllm_ctx_offload.plan import OffloadPlan
 
 __all__ = ["FinishedTransfers", "OffloadWorker"]
+
+logger = logging.getLogger(__name__)
 
 # How long a step without tokens waits for a transfer instead of spinning: short
 # enough for a request that arrives meanwhile.
@@ -56,8 +65,8 @@ class FinishedTransfers:
 class OffloadWorker:
     """One worker's pool and transfers; every method is called on the model's thread.
 
-    In each step: `before_forward`, then `start_loads`, the forward pass before or
-    after it, `start_stores`, `finish_step`.
+    In each step: `heed`, `before_forward`, then `start_loads`, the forward pass before
+    or after it, `start_stores`, `finish_step`.
     """
 
     def __init__(self, plan: OffloadPlan, *, in_lockstep: bool = False) -> None:
@@ -74,6 +83,7 @@ class OffloadWorker:
         self._pool: HostPool | None = None
         self._transfer: Transfer | None = None
         self._idle = False
+        self._refuses = False  # to copy anything
         # Ends to report with the next step: of jobs that could not even be submitted,
         # and of those that were open when the transfers were closed.
         self._ended: list[JobResult] = []
@@ -113,8 +123,29 @@ class OffloadWorker:
             raise
 
     @property
+    def is_registered(self) -> bool:
+        """Whether there are caches; after the end there are none."""
+        return self._transfer is not None
+
+    @property
     def pinned(self) -> bool:
         return self._pool is not None and self._pool.pinned
+
+    def heed(self, terms: Terms) -> None:
+        """Takes what the scheduler side goes by; if that is something else, jobs fail.
+
+        The start has compared it, but for connectors inside of another one.
+        """
+        if terms == self._plan.terms or self._refuses:
+            return
+        self._refuses = True
+        logger.error(
+            "Nothing is copied between the device and host memory, because this worker "
+            "has another plan than the scheduler side (%s); set cpu_bytes_to_use, and "
+            "give all hosts the same configuration and the same release of "
+            "vllm-ctx-offload.",
+            difference(terms, self._plan.terms),
+        )
 
     def before_forward(self, plan: TransferPlan) -> None:
         """Starts late stores and fences the blocks that this step writes anew."""
@@ -137,7 +168,7 @@ class OffloadWorker:
             self._transfer.fence(tuple(job.job_id for job in plan.stores))
 
     def _submit(self, job: TransferJob, *, to_host: bool) -> None:
-        if self._transfer is None:
+        if self._transfer is None or self._refuses:
             self._ended.append(JobResult(job, to_host, False, 0.0))
             return
         self._num_open += 1
