@@ -6,8 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_ctx_offload.adapters import vllm_api
+from vllm_ctx_offload.adapters.cache_tensors import committed_part
 from vllm_ctx_offload.adapters.degraded import DegradationLog
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.adapters.step_events import step_events, step_results
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.messages import WorkerReport
 from vllm_ctx_offload.plan import resolve_plan
@@ -86,8 +88,13 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         Raises:
             ConfigError: a setting is wrong by itself.
         """
+        vllm_api.check_release()
         parse_config(extra_config)
         return False  # loads and stores are outside of the graphs
+
+    @classmethod
+    def supports_lookahead_block_hashes(cls, kv_transfer_config: Any) -> bool:
+        return True  # a hash is a hash; see `drafts_in_hash` of the plan
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -102,6 +109,10 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         self._scheduler_side.on_new_request(request)
+
+    def may_load_async(self, request: vllm_api.Request) -> bool:
+        # vLLM 0.34 and newer, with --max-num-inflight-kv-loads.
+        return self._scheduler_side.may_load(request)
 
     def get_num_new_matched_tokens(
         self, request: vllm_api.Request, num_computed_tokens: int
@@ -122,20 +133,17 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, scheduler_output: vllm_api.SchedulerOutput
     ) -> vllm_api.KVConnectorMetadata:
         plan = self._scheduler_side.plan_step(
-            lambda: vllm_api.step_events(scheduler_output)
+            lambda: step_events(scheduler_output)
         )
         return vllm_api.CtxOffloadMetadata(plan)
 
     def update_connector_output(
         self, connector_output: vllm_api.KVConnectorOutput
     ) -> None:
-        metadata = connector_output.kv_connector_worker_meta
-        report = WorkerReport()
-        if isinstance(metadata, vllm_api.CtxOffloadWorkerMetadata):
-            report = metadata.report
-        self._scheduler_side.on_worker_report(
-            report, connector_output.invalid_block_ids
+        report, bad_blocks = step_results(
+            connector_output, vllm_api.CtxOffloadWorkerMetadata
         )
+        self._scheduler_side.on_worker_report(report, bad_blocks)
 
     def request_finished(
         self, request: vllm_api.Request, block_ids: list[int]
@@ -170,7 +178,8 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker_side.register(kv_caches, self._num_device_blocks)
+        committed = committed_part(kv_caches, self._vllm_config, self._kv_cache_config)
+        self._worker_side.register(committed, self._num_device_blocks)
 
     def unregister_kv_caches(self) -> None:
         # vLLM 0.33 and newer, before sleep mode takes the memory of the caches away.

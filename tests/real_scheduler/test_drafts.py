@@ -35,11 +35,12 @@ class DraftLayers(SimModel):
         self._num_final: dict[str, int] = {}  # since it last had no blocks
         self.num_accepted = self.num_rejected = 0
 
-    def _compute(
-        self, request_id: str, first: int, count: int, drafts: list[int]
+    def _attend(
+        self, request_id: str, first: int, hashes: list[int], drafts: list[int]
     ) -> Iterator[Forward]:
-        *others, own = super()._compute(request_id, first, count, drafts)
+        *others, own = super()._attend(request_id, first, hashes, drafts)
         yield from others
+        count = len(hashes)
         # What was not final is computed again.
         begin = self._num_final.get(request_id, first)
         num_known = len(self._confirmed(request_id, drafts).tokens)

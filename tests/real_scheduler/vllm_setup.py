@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from vllm.config import (
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -32,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_ctx_offload
@@ -198,3 +200,22 @@ def make_scheduler(
         hash_block_size=hash_size,
         log_stats=True,
     )
+
+
+# ---- what differs between the releases that these tests run on
+
+
+def index_of(request_ids: Iterable[str]) -> dict[str, Any]:
+    """Returns the arguments that tell a ModelRunnerOutput where each request is."""
+    if "req_id_to_index" not in ModelRunnerOutput.__dataclass_fields__:
+        return {}  # from 0.34 on the order says so
+    return {"req_id_to_index": {name: i for i, name in enumerate(request_ids)}}
+
+
+def resumed_in(output: SchedulerOutput) -> set[str]:
+    """Returns the known requests that come back; from 0.34 on they come as new."""
+    return getattr(output.scheduled_cached_reqs, "resumed_req_ids", set())
+
+
+def names_resumed() -> bool:
+    return "resumed_req_ids" in CachedRequestData.__dataclass_fields__

@@ -28,7 +28,7 @@ class FakeRequest:
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None
-    skip_reading_prefix_cache: bool | None = False
+    skips_loads: bool = False  # as the adapter reads it
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or self.num_tokens
@@ -82,6 +82,7 @@ class Bench:
                 request.request_id, params=request.kv_transfer_params
             ),
             self.stats,
+            skips_loads=lambda request: request.skips_loads,
             **options,
         )
 

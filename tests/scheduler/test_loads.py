@@ -120,7 +120,7 @@ def test_a_lease_on_other_tokens_is_not_kept(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache"),
+        ({"skips_loads": True}, "skip_reading_prefix_cache"),
         ({"kv_transfer_params": {"ctx": {"load": False}}}, "load_off"),
     ],
 )

@@ -8,14 +8,20 @@ and `v1/kv_cache_interface.py`; what differs between releases is handled here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import vllm
-from packaging.version import Version
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,10 +35,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    KVCacheBlockCopy,
+    maybe_convert_block_hash,
+)
+from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -43,10 +62,11 @@ from vllm_ctx_offload.adapters.metrics import (
     PrometheusMetrics,
     summarize,
 )
+from vllm_ctx_offload.adapters.releases import SUPPORTED_TEXT, is_supported
+from vllm_ctx_offload.adapters.self_test import examine_release
 from vllm_ctx_offload.config import check_kv_role
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
-from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
 __all__ = [
@@ -70,12 +90,13 @@ __all__ = [
     "VllmConfig",
     "adopt_vllm_logging",
     "check_environment",
+    "check_release",
+    "default_block_size",
     "kv_event",
     "load_failures_recompute",
     "model_shape",
     "position_among_ours",
     "runs_on_cuda",
-    "step_events",
     "transfer_config",
     "wants_kv_events",
     "warn_of_other_engines",
@@ -96,7 +117,24 @@ else:
 KVConnectorTransferResults: Any = getattr(
     kv_connector_base, "KVConnectorTransferResults", None
 )
-SUPPORTED: Final = (Version("0.27.1"), Version("0.34.dev0"))
+
+# What the hooks receive, and what is read before the first of them, by name.
+CLASSES: Final[Mapping[str, type]] = {
+    **{
+        name: thing
+        for name, thing in vars(scheduler_output).items()
+        if isinstance(thing, type)
+    },
+    **{
+        cls.__name__: cls
+        for cls in (
+            *(Request, SamplingParams, KVConnectorOutput, KVConnectorBase_V1),
+            *(KVCacheBlock, KVCacheBlocks, KVCacheBlockCopy, KVCacheConfig),
+            *(KVCacheGroupSpec, KVCacheTensor, FullAttentionSpec, SlidingWindowSpec),
+            *(SpeculativeConfig, VllmConfig),
+        )
+    },
+}
 
 
 @dataclass
@@ -191,18 +229,34 @@ def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
     return vllm_config.kv_transfer_config
 
 
+@functools.cache
+def check_release() -> None:
+    """Refuses a release whose objects can't be read, in a few milliseconds.
+
+    Raises:
+        ConfigError: naming the class, the field and the supported releases.
+    """
+    examine_release(CLASSES, CtxOffloadWorkerMetadata, vllm.__version__)
+
+
+def default_block_size() -> int:
+    """Returns the tokens of a device block where nothing says otherwise."""
+    return int(CacheConfig.DEFAULT_BLOCK_SIZE)
+
+
 def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Refuses what is not supported.
 
     Raises:
         ConfigError: with the reason and what to do instead.
     """
-    version = Version(vllm.__version__)
-    if not SUPPORTED[0] <= version < SUPPORTED[1]:
+    check_release()
+    if not is_supported(vllm.__version__):
         logger.warning(
             "vLLM %s is outside of the range that vllm-ctx-offload was tested with "
-            "(0.27.1 to 0.33).",
-            version,
+            "(%s).",
+            vllm.__version__,
+            SUPPORTED_TEXT,
         )
     check_kv_role(transfer_config(vllm_config).kv_role)
     parallel = vllm_config.parallel_config
@@ -211,7 +265,7 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
-        if (size := getattr(parallel, name, 1)) != 1:
+        if (size := getattr(parallel, name)) != 1:
             raise ConfigError(
                 f"CtxOffloadConnector: {name} = {size} is not supported yet; use "
                 "tensor or data parallelism, or serve without the connector."
@@ -302,45 +356,3 @@ def one_receipt(
         return receipt
     given["ctx"]["loaded_tokens"] += receipt["ctx"]["loaded_tokens"]
     return None
-
-
-def step_events(output: SchedulerOutput) -> StepEvents:
-    """Translates what vLLM's scheduler decided for a step."""
-    cached = output.scheduled_cached_reqs
-    tables = [
-        TableUpdate(new.req_id, new.block_ids, new.num_computed_tokens, replace=True)
-        for new in output.scheduled_new_reqs
-    ]
-    for request_id, block_ids, num_computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        resumed = request_id in cached.resumed_req_ids
-        if block_ids is not None:
-            tables.append(
-                TableUpdate(request_id, block_ids, num_computed, replace=resumed)
-            )
-    return StepEvents(
-        num_scheduled_tokens=output.num_scheduled_tokens,
-        tables=tables,
-        # A resumed request was preempted, whether or not this release says so too.
-        preempted=(output.preempted_req_ids or set()) | cached.resumed_req_ids,
-        copied_to=tuple(
-            copy.dst_block_id
-            for copy in getattr(output, "kv_cache_block_copies", None) or ()
-        ),
-        states=_final_states(output),
-    )
-
-
-def _final_states(output: SchedulerOutput) -> dict[str, list[FinalState]]:
-    """Returns the states of recurrent layers that vLLM hands over, by request.
-
-    It knows best: a table does not say which of its blocks hold states that are final.
-    """
-    offered = getattr(output, "kv_connector_block_state", None)
-    if offered is None:
-        return {}
-    return {
-        request_id: [FinalState(*state) for state in states]
-        for request_id, states in offered.boundary_state_offloads.items()
-    }

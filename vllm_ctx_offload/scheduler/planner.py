@@ -65,14 +65,28 @@ class Planner:
         *,
         prompt_only: bool = True,
         load_wait_s: float = 0.05,
+        skips_loads: Callable[[Any], bool] = lambda request: False,
     ) -> None:
+        """Makes a planner of no requests.
+
+        Args:
+            plan: the sizes to keep to.
+            manager: of the pool.
+            make_context: returns a request's context when it is first seen.
+            stats: that take in what happens.
+            prompt_only: whether only the chunks of prompts are stored.
+            load_wait_s: the longest wait for a chunk that is just being stored.
+            skips_loads: whether vLLM would not take what is loaded for a request.
+        """
         self._plan = plan
         self._manager = manager
         self._make_context = make_context
         self._stats = stats
         self._states: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(plan.num_workers)
-        self._loads = LoadPlanner(plan, manager, self._jobs, stats, load_wait_s)
+        self._loads = LoadPlanner(
+            plan, manager, self._jobs, stats, load_wait_s, skips_loads
+        )
         self._stores = StorePlanner(plan, manager, self._jobs, stats, prompt_only)
         # Jobs made since the last step, for its plan.
         self._new_loads: list[TransferJob] = []
@@ -118,6 +132,10 @@ class Planner:
             # Only who has no blocks is looked up: a reset took them between two steps.
             state.leave_blocks()
         return self._loads.lookup(state, num_local_tokens, now)
+
+    def may_load(self, request: RequestView) -> bool:
+        """Returns whether a lookup is likely to find something, at a glance."""
+        return self._loads.may_load(self.on_new_request(request))
 
     def shared_tokens(self, request_id: str) -> int:
         """Returns up to where a request's prompt was met before, at its last lookup.
@@ -179,6 +197,8 @@ class Planner:
         Full blocks of a hit are only read.
         """
         if (state := self._states.get(update.request_id)) is not None:
+            # Blocks are appended only to a table: who has none gets a new one.
+            assert update.replace or state.status is Status.RUNNING
             state.move_to(Status.RUNNING)
             self._stores.set_table(state, update.block_ids, replace=update.replace)
         num_hit = update.num_computed_tokens if update.replace else 0

@@ -43,8 +43,6 @@ class RequestView(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
-    @property
-    def skip_reading_prefix_cache(self) -> bool | None: ...
 
 
 class Status(enum.Enum):
@@ -74,6 +72,19 @@ class Lease(NamedTuple):
     places: tuple[int, ...]  # of the keys in the request's chain
     start_token: int  # the local hit: loading begins here, maybe inside a chunk
     num_tokens: int  # that were promised past it
+
+    def is_on(
+        self, keys: Sequence[bytes], num_local_tokens: int, num_tokens: int
+    ) -> bool:
+        """Whether it is on just what was found.
+
+        While there are no free blocks, vLLM asks for the same request in every step.
+        """
+        return (
+            self.start_token == num_local_tokens
+            and self.num_tokens == num_tokens
+            and self.keys[-1] == keys[self.places[-1]]
+        )
 
 
 class LookupAnswer(NamedTuple):
