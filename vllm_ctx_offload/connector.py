@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.adapters.cache_tensors import committed_part
 from vllm_ctx_offload.adapters.degraded import DegradationLog
-from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
+from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide, one_receipt
 from vllm_ctx_offload.adapters.step_events import step_events, step_results
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.messages import WorkerReport
@@ -93,8 +93,11 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return False  # loads and stores are outside of the graphs
 
     @classmethod
-    def supports_lookahead_block_hashes(cls, kv_transfer_config: Any) -> bool:
-        return True  # a hash is a hash; see `drafts_in_hash` of the plan
+    def supports_lookahead_block_hashes(
+        cls,
+        kv_transfer_config: Any,  # noqa: ARG003 - the hook's
+    ) -> bool:
+        return True  # the plan then drops nothing at the end of a hit
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -132,9 +135,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: vllm_api.SchedulerOutput
     ) -> vllm_api.KVConnectorMetadata:
-        plan = self._scheduler_side.plan_step(
-            lambda: step_events(scheduler_output)
-        )
+        plan = self._scheduler_side.plan_step(lambda: step_events(scheduler_output))
         return vllm_api.CtxOffloadMetadata(plan)
 
     def update_connector_output(
@@ -155,7 +156,7 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         # False: the blocks are not held back; a store that still reads them is fenced.
         receipt = self._scheduler_side.on_finished(request, block_ids)
-        return False, vllm_api.one_receipt(request, receipt)
+        return False, one_receipt(request, receipt)
 
     def has_pending_push_work(self) -> bool:
         # Keeps the engine stepping until the transfers of the last request have ended.

@@ -14,7 +14,7 @@ try:
     from vllm_ctx_offload.connector import CtxOffloadConnector
 except ImportError as error:
     raise ConfigError(
-        f"CtxOffloadConnector: this vLLM lacks what the connector is made of ({error}); "
+        f"CtxOffloadConnector: this vLLM lacks what the connector needs ({error}); "
         f"install one of the supported releases, {SUPPORTED_TEXT}."
     ) from error
 

@@ -95,7 +95,9 @@ class Engine:
         self.scheduler = make_scheduler(self.config, kv_cache_config)
         self.hash_size = self.scheduler.hash_block_size
         self._async = async_scheduling
-        self._hasher = get_request_block_hasher(self.hash_size, sha256)
+        lookahead = getattr(self.config, "num_hash_lookahead_tokens", 0)
+        more = (lookahead,) if lookahead else ()
+        self._hasher = get_request_block_hasher(self.hash_size, sha256, *more)
         self.model = SimModel(self.scheduler)
         self._make_workers(num_blocks, num_workers)
         self._init_records()

@@ -11,7 +11,13 @@ from helpers import make_req_context
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import GroupShape, OffloadPlan
-from vllm_ctx_offload.scheduler import FinalState, Planner, StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler import (
+    FinalState,
+    Planner,
+    RequestReading,
+    StepEvents,
+    TableUpdate,
+)
 from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -78,11 +84,13 @@ class Bench:
         self.planner = Planner(
             plan,
             self.manager,
-            lambda request: make_req_context(
-                request.request_id, params=request.kv_transfer_params
+            RequestReading(
+                lambda request: make_req_context(
+                    request.request_id, params=request.kv_transfer_params
+                ),
+                lambda request: request.skips_loads,
             ),
             self.stats,
-            skips_loads=lambda request: request.skips_loads,
             **options,
         )
 

@@ -22,4 +22,4 @@ def draft_lookahead(vllm_config: Any) -> int:
     speculative = vllm_config.speculative_config
     if speculative is None or not drops_a_block(speculative):
         return 0
-    return prefill_lookahead(vllm_config)
+    return max(prefill_lookahead(vllm_config), 1)  # a drop is of one at least

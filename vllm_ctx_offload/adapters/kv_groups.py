@@ -103,7 +103,9 @@ def _is_a(spec: Any, *names: str) -> bool:
 
 
 def _is_supported(spec: Any) -> bool:
-    return is_cached(spec) and _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
+    return (
+        is_cached(spec) and _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
+    )
 
 
 def _layer_specs(group: Any) -> Iterator[Any]:
@@ -149,9 +151,7 @@ def _group_shape(group: Any) -> GroupShape:
         return GroupShape(size, recurrent=True)
     if all(_is_a(spec, "SlidingWindowSpec") for spec in specs):
         # Speculative decoding may keep some tokens more.
-        windows = [
-            spec.sliding_window + added_window_tokens(spec) for spec in specs
-        ]
+        windows = [spec.sliding_window + added_window_tokens(spec) for spec in specs]
         return GroupShape(size, window=max(windows))
     if all(_is_a(spec, "ChunkedLocalAttentionSpec") for spec in specs):
         stretches = {spec.attention_chunk_size for spec in specs}

@@ -20,11 +20,11 @@ from vllm_ctx_offload.core import (
 )
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
-from vllm_ctx_offload.scheduler import Planner, StepEvents
+from vllm_ctx_offload.scheduler import Planner, RequestReading, StepEvents
 from vllm_ctx_offload.scheduler.loads import promised_blocks
 from vllm_ctx_offload.stats import OffloadStats
 
-__all__ = ["SchedulerSide"]
+__all__ = ["SchedulerSide", "one_receipt"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,10 @@ class SchedulerSide:
         self.planner = Planner(
             plan,
             self.manager,
-            self._make_context,
+            RequestReading(self._make_context, skips_offloaded_kv),
             self._stats,
             prompt_only=config.offload_prompt_only,
             load_wait_s=config.load_wait_ms / 1000,
-            skips_loads=skips_offloaded_kv,
         )
 
     def _make_context(self, request: Any) -> ReqContext:
@@ -211,3 +210,18 @@ def _with_filter(config: OffloadConfig, memory: HostMemoryManager) -> Offloading
     if config.store_threshold < 2:
         return memory
     return ReuseFilter(memory, config.store_threshold, config.max_tracker_size)
+
+
+def one_receipt(request: Any, receipt: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the receipt, or None where another connector of ours has given one.
+
+    A MultiConnector raises, and so ends the engine, if two return the same key. The
+    first receipt stands for all; the tokens that later ones have loaded are added.
+    """
+    if receipt is None:
+        return None
+    given: dict[str, Any] = vars(request).setdefault("_ctx_offload_receipt", receipt)
+    if given is receipt:
+        return receipt
+    given["ctx"]["loaded_tokens"] += receipt["ctx"]["loaded_tokens"]
+    return None

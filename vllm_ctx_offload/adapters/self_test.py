@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 from packaging.version import Version
@@ -54,7 +54,7 @@ class _UnreadableError(Exception):
 
 
 def examine_release(
-    classes: Mapping[str, type], metadata_class: Callable[..., Any], version: str
+    classes: Mapping[str, type], metadata_class: type[Any], version: str
 ) -> None:
     """Returns if the connector can read all that it is told.
 
@@ -100,9 +100,7 @@ def _hashes(request: Any) -> list[bytes]:
 class _Trial:
     """The life of a request, told with vLLM's classes."""
 
-    def __init__(
-        self, classes: Mapping[str, type], metadata_class: Callable[..., Any]
-    ) -> None:
+    def __init__(self, classes: Mapping[str, type], metadata_class: type[Any]) -> None:
         self._classes = classes
         self._metadata_class = metadata_class
         self._planner = SchedulerSide(parse_config(_CONFIG), _PLAN).planner
@@ -200,7 +198,10 @@ class _Trial:
     # ---- what is told
 
     def _requests_that_skip_loads(self) -> None:
-        for option, value in (("skip_reading_prefix_cache", True), ("prompt_logprobs", 1)):
+        for option, value in (
+            ("skip_reading_prefix_cache", True),
+            ("prompt_logprobs", 1),
+        ):
             request = self._make_request(option, **{option: value})
             self._planner.lookup(request, 0, 0.0)
             state = self._planner.on_new_request(request)

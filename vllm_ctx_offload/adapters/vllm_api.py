@@ -16,12 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import vllm
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,22 +31,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    KVCacheBlock,
-    KVCacheBlockCopy,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -120,20 +106,15 @@ KVConnectorTransferResults: Any = getattr(
 
 # What the hooks receive, and what is read before the first of them, by name.
 CLASSES: Final[Mapping[str, type]] = {
-    **{
-        name: thing
-        for name, thing in vars(scheduler_output).items()
-        if isinstance(thing, type)
-    },
-    **{
-        cls.__name__: cls
-        for cls in (
-            *(Request, SamplingParams, KVConnectorOutput, KVConnectorBase_V1),
-            *(KVCacheBlock, KVCacheBlocks, KVCacheBlockCopy, KVCacheConfig),
-            *(KVCacheGroupSpec, KVCacheTensor, FullAttentionSpec, SlidingWindowSpec),
-            *(SpeculativeConfig, VllmConfig),
-        )
-    },
+    cls.__name__: cls
+    for cls in (
+        *vars(scheduler_output).values(),
+        *vars(kv_cache_interface).values(),
+        *vars(kv_cache_utils).values(),
+        *(KVCacheBlocks, KVConnectorBase_V1, KVConnectorOutput, Request),
+        *(SamplingParams, SpeculativeConfig, VllmConfig),
+    )
+    if isinstance(cls, type)
 }
 
 
@@ -339,20 +320,3 @@ def warn_of_other_engines(vllm_config: VllmConfig) -> None:
             "of the others: each on this host takes the default of the whole pool. "
             "Set cpu_bytes_to_use to what one engine may have."
         )
-
-
-def one_receipt(
-    request: Request, receipt: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """Returns the receipt, or None where another connector of ours has given one.
-
-    A MultiConnector raises, and so ends the engine, if two return the same key. The
-    first receipt stands for all; the tokens that later ones have loaded are added.
-    """
-    if receipt is None:
-        return None
-    given = vars(request).setdefault("_ctx_offload_receipt", receipt)
-    if given is receipt:
-        return receipt
-    given["ctx"]["loaded_tokens"] += receipt["ctx"]["loaded_tokens"]
-    return None

@@ -78,8 +78,8 @@ class LoadPlanner:
         if state.wait_began is not None and state.waited_s is None:
             state.waited_s = now - state.wait_began
         hit_tokens = max(end - num_local_tokens, 0)
-        lease = state.lease
-        if lease is None or not lease.is_on(keys, num_local_tokens, hit_tokens):
+        found = keys, num_local_tokens, hit_tokens
+        if state.lease is None or not state.lease.is_on(*found):
             self.drop_lease(state)
             if hit_tokens:
                 self._take_lease(state, keys, num_local_tokens, end)
@@ -88,10 +88,7 @@ class LoadPlanner:
         return hit_tokens, hit_tokens > 0
 
     def may_load(self, state: RequestOffloadState) -> bool:
-        """Returns whether a lookup is likely to find something, at a glance.
-
-        It looks at the head of the chain alone, and knows nothing of local hits.
-        """
+        """Guesses whether a lookup will find something, from the chain's head alone."""
         head = state.chain(1, self._chain)
         if not head or self._skip_reason(state):
             return False

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
@@ -15,6 +14,7 @@ from vllm_ctx_offload.scheduler.jobs import Job, JobKind, JobTable
 from vllm_ctx_offload.scheduler.loads import LoadPlanner
 from vllm_ctx_offload.scheduler.request_state import (
     RequestOffloadState,
+    RequestReading,
     RequestView,
     Status,
     make_key_prefix,
@@ -60,32 +60,20 @@ class Planner:
         self,
         plan: OffloadPlan,
         manager: OffloadingManager,
-        make_context: Callable[[Any], ReqContext],
+        reading: RequestReading,
         stats: OffloadStats,
         *,
         prompt_only: bool = True,
         load_wait_s: float = 0.05,
-        skips_loads: Callable[[Any], bool] = lambda request: False,
     ) -> None:
-        """Makes a planner of no requests.
-
-        Args:
-            plan: the sizes to keep to.
-            manager: of the pool.
-            make_context: returns a request's context when it is first seen.
-            stats: that take in what happens.
-            prompt_only: whether only the chunks of prompts are stored.
-            load_wait_s: the longest wait for a chunk that is just being stored.
-            skips_loads: whether vLLM would not take what is loaded for a request.
-        """
         self._plan = plan
         self._manager = manager
-        self._make_context = make_context
+        self._make_context = reading.make_context
         self._stats = stats
         self._states: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(plan.num_workers)
         self._loads = LoadPlanner(
-            plan, manager, self._jobs, stats, load_wait_s, skips_loads
+            plan, manager, self._jobs, stats, load_wait_s, reading.skips_loads
         )
         self._stores = StorePlanner(plan, manager, self._jobs, stats, prompt_only)
         # Jobs made since the last step, for its plan.

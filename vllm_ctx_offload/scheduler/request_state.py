@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ __all__ = [
     "Lease",
     "LookupAnswer",
     "RequestOffloadState",
+    "RequestReading",
     "RequestView",
     "Status",
     "make_key_prefix",
@@ -43,6 +44,13 @@ class RequestView(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+class RequestReading(NamedTuple):
+    """What a request says in another way from release to release."""
+
+    make_context: Callable[[Any], ReqContext]
+    skips_loads: Callable[[Any], bool]  # vLLM would not take what is loaded for it
 
 
 class Status(enum.Enum):
