@@ -85,9 +85,9 @@ def examine_release(
 
 def _refuse(version: str, name: str, field: str, cause: Exception) -> NoReturn:
     raise ConfigError(
-        f"CtxOffloadConnector: vLLM {version} has no field '{field}' of its class "
-        f"{name} that says what it says in the supported releases, so requests can't "
-        f"be followed; install one of those, {SUPPORTED_TEXT}."
+        f"CtxOffloadConnector: in vLLM {version} the field '{field}' of the class {name} "
+        "is missing or means something else than in the supported releases "
+        f"({SUPPORTED_TEXT}), so requests can't be followed; install one of those."
     ) from cause
 
 
