@@ -209,6 +209,11 @@ class SimTier:
             if copy.fails:
                 result.failed_loads[copy.job.request_id] = set(copy.job.block_ids)
 
+    def wait_until_idle(self) -> None:
+        """Ends all copies; they are reported as ever."""
+        for copy in (*self._stores, *self._loads):
+            self._finish(copy)
+
     @property
     def idle(self) -> bool:
         return not (self._stores or self._loads or self._refused)
@@ -225,6 +230,11 @@ class SimDevice:
         self.blocks: list[list[Symbol]] = [
             [NOTHING] * block_size * self.MOST_TIMES for _ in range(num_blocks)
         ]
+
+    def lose_contents(self) -> None:
+        """What is left of the cache after its memory was given away."""
+        for block in self.blocks:
+            block[:] = [NOTHING] * len(block)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Zeroes and copies blocks for a step, when the model runner does."""

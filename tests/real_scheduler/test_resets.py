@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from real_scheduler.harness import Engine
 from real_scheduler.invariants import host_manager, is_parked
+from vllm.v1.core.sched.interface import PauseState
 
 PROMPT = list(range(1, 201))  # six blocks and 8 tokens
 
@@ -186,3 +188,45 @@ def test_reset_gives_back_a_lease(make_engine: MakeEngine) -> None:
     assert host_manager(engine.side).num_resident == 0
     engine.abort(blocker)
     engine.settle()
+
+
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_contents_survive_sleep_where_vllm_asks_for_it(
+    make_engine: MakeEngine, async_scheduling: bool, reset_connector: bool
+) -> None:
+    """As `sleep(mode="keep", reset_connector=...)`: the memory of the cache is lost.
+
+    1. One request is stored, one runs, and one is aborted with its stores to come.
+    2. vLLM pauses, steps until no transfer is open, resets its own cache, and lets the
+       workers wait for copies that are under way nevertheless.
+    3. Awake, the requests go on from what the host has, or compute all again.
+    """
+    engine = make_engine(
+        async_scheduling=async_scheduling, extra={"offload_prompt_only": False}
+    )
+    engine.run(PROMPT)
+    others = [[7, *PROMPT], [8, *PROMPT]]
+    runs, ends = (engine.add(prompt, max_tokens=40) for prompt in others)
+    engine.step(30)
+    engine.flush()
+    engine.abort(ends)
+
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.drain()
+    assert not engine.side.has_work
+    assert engine.scheduler.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=reset_connector
+    )
+    for device, tiers in zip(engine.devices, engine.tiers, strict=True):
+        for tier in tiers:
+            tier.wait_until_idle()
+        device.lose_contents()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    before = engine.count("hit_tokens")
+    engine.drain()
+    assert engine.tokens[runs.request_id] == engine.answer(others[0], 40)
+    for prompt in (PROMPT, others[1]):
+        engine.run(prompt)
+    hit_tokens = engine.count("hit_tokens") - before
+    assert hit_tokens == (0 if reset_connector else 7 * 32 + 6 * 32 + 6 * 32)
