@@ -156,6 +156,7 @@ def make_vllm_config(
     prefix_caching: bool = True,
     tokens_per_hash: int | None = None,
     drafts_in_hash: bool = False,
+    max_inflight_loads: int | None = None,
 ) -> VllmConfig:
     vllm_ctx_offload.register()
     speculative = None
@@ -188,6 +189,8 @@ def make_vllm_config(
     # Set last: the CPU platform turns it off for the executor it would pick.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    # From 0.34 on.
+    vllm_config.scheduler_config.max_num_inflight_kv_loads = max_inflight_loads
     # Set by models that have states; of no meaning to others.
     vllm_config.cache_config.mamba_cache_mode = "align"
     return vllm_config
