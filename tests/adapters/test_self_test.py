@@ -177,7 +177,8 @@ RENAME: dict[str, str] = {
         "Request.__init__ = other\n"
     ),
     "a class": (
-        "from vllm.v1.core import kv_cache_manager\ndel kv_cache_manager.KVCacheBlocks\n"
+        "from vllm.v1.core import kv_cache_manager\n"
+        "del kv_cache_manager.KVCacheBlocks\n"
     ),
 }
 

@@ -10,6 +10,7 @@ import pytest
 from scheduler.bench import Bench, FakeRequest
 
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+from vllm_ctx_offload.plan import GroupShape
 from vllm_ctx_offload.scheduler.request_state import Lease, Status
 from vllm_ctx_offload.stats import OffloadStats
 

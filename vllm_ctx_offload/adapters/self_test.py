@@ -85,8 +85,8 @@ def examine_release(
 
 def _refuse(version: str, name: str, field: str, cause: Exception) -> NoReturn:
     raise ConfigError(
-        f"CtxOffloadConnector: in vLLM {version} the field '{field}' of the class {name} "
-        "is missing or means something else than in the supported releases "
+        f"CtxOffloadConnector: in vLLM {version} the field '{field}' of the class "
+        f"{name} is missing or means something else than in the supported releases "
         f"({SUPPORTED_TEXT}), so requests can't be followed; install one of those."
     ) from cause
 
