@@ -164,7 +164,9 @@ def test_of_windows_alone_the_head_says_nothing(
     make_bench: Callable[..., Bench],
 ) -> None:
     bench = make_bench(groups=(GroupShape(4, window=6),))
-    assert bench.planner.may_load(bench.add(9))
+    request = bench.add(9)
+    assert bench.planner.may_load(request)
+    assert bench.lookup(request) == (0, False)
 
 
 def test_cap_counts_what_is_loaded_not_what_is_local(bench: Bench) -> None:
