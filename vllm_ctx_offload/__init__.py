@@ -28,7 +28,7 @@ def register() -> None:
 
         if CONNECTOR_NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - no public query
             KVConnectorFactory.register_connector(
-                CONNECTOR_NAME, "vllm_ctx_offload.connector", CONNECTOR_NAME
+                CONNECTOR_NAME, "vllm_ctx_offload.entry", CONNECTOR_NAME
             )
     except Exception as error:  # noqa: BLE001 - a plugin must not stop vLLM's start
         logging.getLogger(__name__).warning(

@@ -8,10 +8,12 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ctx_offload.adapters import vllm_api
+from vllm_ctx_offload.adapters.cache_tensors import committed_part
 from vllm_ctx_offload.adapters.degraded import DegradationLog
 from vllm_ctx_offload.adapters.device_cache import check_hook
 from vllm_ctx_offload.adapters.scheduler_side import SchedulerSide
 from vllm_ctx_offload.adapters.siblings import one_receipt, position_among_ours
+from vllm_ctx_offload.adapters.step_events import step_events, step_results
 from vllm_ctx_offload.config import parse_config
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import WorkerReport
@@ -94,8 +96,16 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         Raises:
             ConfigError: a setting is wrong by itself.
         """
+        vllm_api.check_release()
         parse_config(extra_config)
         return False  # loads and stores are outside of the graphs
+
+    @classmethod
+    def supports_lookahead_block_hashes(
+        cls,
+        kv_transfer_config: Any,  # noqa: ARG003 - the hook's
+    ) -> bool:
+        return True  # the plan then drops nothing at the end of a hit
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -127,6 +137,10 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def on_new_request(self, request: vllm_api.Request) -> None:
         self._scheduler_side.on_new_request(request)
 
+    def may_load_async(self, request: vllm_api.Request) -> bool:
+        # vLLM 0.34 and newer, with --max-num-inflight-kv-loads.
+        return self._scheduler_side.may_load(request)
+
     def get_num_new_matched_tokens(
         self, request: vllm_api.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -145,21 +159,16 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: vllm_api.SchedulerOutput
     ) -> vllm_api.KVConnectorMetadata:
-        plan = self._scheduler_side.plan_step(
-            lambda: vllm_api.step_events(scheduler_output)
-        )
+        plan = self._scheduler_side.plan_step(lambda: step_events(scheduler_output))
         return vllm_api.CtxOffloadMetadata(plan, self._plan.terms)
 
     def update_connector_output(
         self, connector_output: vllm_api.KVConnectorOutput
     ) -> None:
-        metadata = connector_output.kv_connector_worker_meta
-        report = WorkerReport()
-        if isinstance(metadata, vllm_api.CtxOffloadWorkerMetadata):
-            report = metadata.report
-        self._scheduler_side.on_worker_report(
-            report, connector_output.invalid_block_ids
+        report, bad_blocks = step_results(
+            connector_output, vllm_api.CtxOffloadWorkerMetadata
         )
+        self._scheduler_side.on_worker_report(report, bad_blocks)
 
     def request_finished(
         self, request: vllm_api.Request, block_ids: list[int]
@@ -196,7 +205,8 @@ class CtxOffloadConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker_side.is_registered:
             raise _second_engine()
-        self._worker_side.register(kv_caches, self._num_device_blocks)
+        committed = committed_part(kv_caches, self._vllm_config, self._kv_cache_config)
+        self._worker_side.register(committed, self._num_device_blocks)
 
     def get_handshake_metadata(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
         # A MultiConnector passes on one answer, and others can't do without theirs.

@@ -71,6 +71,7 @@ class ModelShape:
     writes_early: bool = False
     draft_lookahead: int = 0  # tokens after it that the KV of a token depends on
     max_request_tokens: int | None = None  # of prompt and answer; None: not known
+    drafts_in_hash: bool = False  # a block's hash covers those tokens too
 
 
 # Without slots, so that what every step asks for is worked out once.
@@ -91,6 +92,7 @@ class OffloadPlan:
     num_slots: int  # chunks that fit; the same on every worker
     writes_early: bool = False  # see ModelShape
     draft_lookahead: int = 0  # see ModelShape
+    drafts_in_hash: bool = False  # see ModelShape
 
     def tokens_per_chunk(self, group: int) -> int:
         return self.groups[group].tokens_per_block * self.blocks_per_chunk
@@ -112,7 +114,7 @@ class OffloadPlan:
         A block, as in vLLM. But where a group may lack the begin of a chunk, only the
         end of one will do.
         """
-        if not self.draft_lookahead:
+        if not self.draft_lookahead or self.drafts_in_hash:
             return 0
         if all(group.looks_at_all for group in self.groups):
             return _scheduler_block(self.groups)
@@ -217,6 +219,7 @@ def resolve_plan(config: OffloadConfig, shape: ModelShape) -> OffloadPlan:
         num_slots=num_slots,
         writes_early=shape.writes_early,
         draft_lookahead=shape.draft_lookahead,
+        drafts_in_hash=shape.drafts_in_hash,
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from real_scheduler.harness import ours
-from real_scheduler.vllm_setup import make_vllm_config
-from vllm.config import SpeculativeConfig
+from real_scheduler.vllm_setup import as_eagle, make_vllm_config
+from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_ctx_offload.adapters.drafts import draft_lookahead
+from vllm_ctx_offload.adapters.releases import hashes_cover_drafts
 
 
 @pytest.fixture
@@ -27,24 +29,27 @@ def test_without_a_drafter_or_with_ngrams_nothing_looks_ahead(config: Any) -> No
     assert draft_lookahead(config) == 0
 
 
-def test_eagle_looks_at_the_next_token(
-    config: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_vllm_says_how_far_a_drafter_of_the_kind_of_eagle_looks(
+    config: Any, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
-    say(monkeypatch, use_eagle_block_drop=True)
-    assert draft_lookahead(config) == 1
+    as_eagle(monkeypatch, lookahead)
+    assert draft_lookahead(config) == lookahead
 
 
-def test_several_mtp_modules_look_at_one_token_more_each(
-    config: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("several", "lookahead"), [(False, 1), (True, 3)])
+def test_on_releases_that_do_not_say_it_follows_from_the_modules(
+    config: Any, monkeypatch: pytest.MonkeyPatch, several: bool, lookahead: int
 ) -> None:
-    say(monkeypatch, use_eagle_block_drop=True, use_multi_module_mtp=True)
-    assert draft_lookahead(config) == 3
+    monkeypatch.delattr(VllmConfig, "num_prefill_lookahead_tokens", raising=False)
+    say(monkeypatch, use_eagle=True, use_multi_module_mtp=several)
+    assert draft_lookahead(config) == lookahead
 
 
 def test_whoever_switches_vllms_drop_off_switches_ours_off(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say(monkeypatch, use_eagle=True)
+    as_eagle(monkeypatch)
     config.speculative_config.disable_eagle_block_drop = True
     assert draft_lookahead(config) == 0
 
@@ -54,5 +59,11 @@ def test_releases_without_that_switch_always_drop(
 ) -> None:
     monkeypatch.delattr(SpeculativeConfig, "use_eagle_block_drop", raising=False)
     assert draft_lookahead(config) == 0
-    say(monkeypatch, use_eagle=True)
+    as_eagle(monkeypatch)
     assert draft_lookahead(config) == 1
+
+
+def test_hashes_cover_drafts_only_where_vllm_says_so() -> None:
+    assert not hashes_cover_drafts(SimpleNamespace())
+    assert not hashes_cover_drafts(SimpleNamespace(num_hash_lookahead_tokens=0))
+    assert hashes_cover_drafts(SimpleNamespace(num_hash_lookahead_tokens=1))

@@ -24,6 +24,8 @@ DEFINED = sorted(
 # Hooks that some supported releases do not have, which is known and looked after.
 NOT_EVERYWHERE: Final = (
     "get_transfer_results",  # from 0.30 on
+    "may_load_async",  # from 0.34 on
+    "supports_lookahead_block_hashes",  # from 0.34 on
     "unregister_kv_caches",  # from 0.33 on
 )
 

@@ -17,19 +17,11 @@ from real_scheduler.vllm_setup import (
     page_size,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
-from vllm.v1.core.sched.output import (
-    CachedRequestData,
-    KVConnectorBlockState,
-    NewRequestData,
-    SchedulerOutput,
-)
 
 from vllm_ctx_offload.adapters import vllm_api
 from vllm_ctx_offload.connector import CtxOffloadConnector
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import WorkerReport
-from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 
 PAGE_BYTES = page_size(32)
 
@@ -37,82 +29,6 @@ PAGE_BYTES = page_size(32)
 def make_config(**options: Any) -> Any:
     extra = options.pop("extra", {"cpu_bytes_to_use": "1MiB"})
     return make_vllm_config(kv_transfer=ours(**extra), **options)
-
-
-def new_request(request_id: str, block_ids: list[int], computed: int) -> NewRequestData:
-    return NewRequestData(
-        req_id=request_id,
-        prompt_token_ids=[1, 2, 3],
-        mm_features=[],
-        sampling_params=None,
-        pooling_params=None,
-        block_ids=(block_ids,),
-        num_computed_tokens=computed,
-        lora_request=None,
-    )
-
-
-def cached(**requests: tuple[list[int] | None, int, bool]) -> CachedRequestData:
-    """Takes request id -> (new block ids, computed tokens, resumed)."""
-    return CachedRequestData(
-        req_ids=list(requests),
-        resumed_req_ids={name for name, (_, _, resumed) in requests.items() if resumed},
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=[None if b is None else (b,) for b, _, _ in requests.values()],
-        num_computed_tokens=[computed for _, computed, _ in requests.values()],
-        num_output_tokens=[0] * len(requests),
-    )
-
-
-class TestStepEvents:
-    def test_empty_step_has_no_events(self) -> None:
-        events = vllm_api.step_events(SchedulerOutput.make_empty())
-        assert events == StepEvents(tables=[], preempted=set())
-
-    def test_tables_of_new_and_resumed_requests_replace(self) -> None:
-        """CASES 8; running ones without new blocks are not named."""
-        output = SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = {"new": 3, "runs": 1, "back": 9, "same": 1}
-        output.scheduled_new_reqs = [new_request("new", [1, 2], 32)]
-        output.scheduled_cached_reqs = cached(
-            runs=([3], 64, False), back=([4, 5], 0, True), same=(None, 7, False)
-        )
-        output.preempted_req_ids = {"lost"}
-        events = vllm_api.step_events(output)
-        assert events == StepEvents(
-            num_scheduled_tokens={"new": 3, "runs": 1, "back": 9, "same": 1},
-            tables=[
-                TableUpdate("new", ([1, 2],), 32, replace=True),
-                TableUpdate("runs", ([3],), 64, replace=False),
-                TableUpdate("back", ([4, 5],), 0, replace=True),
-            ],
-            preempted={"lost", "back"},
-        )
-
-    def test_release_that_names_no_preempted_requests_is_understood(self) -> None:
-        output = SchedulerOutput.make_empty()
-        output.preempted_req_ids = None
-        output.scheduled_cached_reqs = cached(back=([4], 0, True))
-        assert vllm_api.step_events(output).preempted == {"back"}
-
-    def test_states_and_copies_of_blocks_are_named(self) -> None:
-        output = SchedulerOutput.make_empty()
-        output.kv_connector_block_state = KVConnectorBlockState(
-            req_ids={"a"},
-            resolve_block_ids=lambda request_id: ([7],),
-            boundary_state_offloads={"a": [(1, 7, 64), (2, 9, 64)]},
-        )
-        output.kv_cache_block_copies = [KVCacheBlockCopy(3, 4), KVCacheBlockCopy(5, 6)]
-        events = vllm_api.step_events(output)
-        assert events.copied_to == (4, 6)
-        assert events.states == {"a": [FinalState(1, 7, 64), FinalState(2, 9, 64)]}
-
-    def test_release_without_either_is_understood(self) -> None:
-        output = SimpleNamespace(**vars(SchedulerOutput.make_empty()))
-        del output.kv_connector_block_state, output.kv_cache_block_copies
-        events = vllm_api.step_events(output)  # type: ignore[arg-type]
-        assert (events.copied_to, events.states) == ((), {})
 
 
 class TestRefusals:

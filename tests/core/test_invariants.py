@@ -55,7 +55,7 @@ def test_the_manager_sees_damage(damage: Any) -> None:
         lambda table, run: setattr(run.session, "num_runs", 0),
         lambda table, run: table._due.clear(),
         lambda table, run: table.released.add(run),
-        lambda table, run: table.session(("left over",)),
+        lambda table, run: table.sessions.get(("left over",)),
         lambda table, run: table.order.discard(run),
     ],
 )

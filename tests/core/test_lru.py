@@ -82,7 +82,7 @@ def test_plain_lru_knows_neither_hints_nor_tenants(
         if index % 2:
             manager.on_request_finished(context)
     assert manager.num_protected == 0
-    assert manager._policy._segments == manager._table._sessions == {}
+    assert manager._policy._segments == manager._table.sessions.by_key == {}
 
 
 @settings(deadline=None, max_examples=100)

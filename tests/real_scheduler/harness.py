@@ -16,6 +16,7 @@ from real_scheduler.sim_model import SimModel
 from real_scheduler.sim_worker import Controls, SimDevice, SimTier, TokenView
 from real_scheduler.vllm_setup import (
     Groups,
+    index_of,
     make_kv_cache_config,
     make_scheduler,
     make_vllm_config,
@@ -94,7 +95,9 @@ class Engine:
         self.scheduler = make_scheduler(self.config, kv_cache_config)
         self.hash_size = self.scheduler.hash_block_size
         self._async = async_scheduling
-        self._hasher = get_request_block_hasher(self.hash_size, sha256)
+        lookahead = getattr(self.config, "num_hash_lookahead_tokens", 0)
+        more = (lookahead,) if lookahead else ()
+        self._hasher = get_request_block_hasher(self.hash_size, sha256, *more)
         self.model = SimModel(self.scheduler)
         self._make_workers(num_blocks, num_workers)
         self._init_records()
@@ -107,6 +110,8 @@ class Engine:
             c._scheduler for c in self.connectors if isinstance(c, CtxOffloadConnector)
         ]
         self.loads_fail_whole = self.sides[0]._plan.loads_fail_whole
+        # As the model runner of the release does; from 0.34 on there is one only.
+        self.writes_early = getattr(self.config, "use_v2_model_runner", True)
         self.devices = [
             SimDevice(num_blocks, self.block_size) for _ in range(num_workers)
         ]
@@ -118,8 +123,8 @@ class Engine:
 
     def _make_tier(self, connector: Any, device: SimDevice, rank: int) -> Any:
         if isinstance(connector, CtxOffloadConnector):
-            num_rows = connector._scheduler.planner._plan.num_rows
-            return SimTier(device.blocks, num_rows, self.controls, rank)
+            plan = connector._scheduler.planner._plan
+            return SimTier(device.blocks, plan, self.controls, rank)
         return connector.make_sim_tier(device)
 
     def _init_records(self) -> None:
@@ -279,12 +284,14 @@ class Engine:
         forwards, sampled = self.model.forward(output)
         results = []
         for device, tiers in zip(self.devices, self.tiers, strict=True):
+            if self.writes_early:
+                device.prepare(output)
             for tier, part in zip(tiers, plans, strict=True):
                 tier.before_forward(part.plan)
+            if not self.writes_early:
+                device.prepare(output)
             for tier, part in zip(tiers, plans, strict=True):
                 tier.start_loads(part.plan)
-            for copied in output.kv_cache_block_copies or ():
-                device.copy(copied.src_block_id, copied.dst_block_id)
             for forward in forwards:
                 forward.run(device)
             for tier, part in zip(tiers, plans, strict=True):
@@ -317,9 +324,9 @@ class Engine:
             )
         return ModelRunnerOutput(
             req_ids=list(sampled),
-            req_id_to_index={name: index for index, name in enumerate(sampled)},
             sampled_token_ids=list(sampled.values()),
             kv_connector_output=kv_output,
+            **index_of(sampled),
         )
 
     # ---- checks

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from real_scheduler.sim_states import SimStates
 from real_scheduler.sim_worker import Forward, StateForward, TokenView, in_group
+from real_scheduler.vllm_setup import resumed_in
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
@@ -31,7 +32,7 @@ class SimModel:
         starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        fresh = {n.req_id for n in output.scheduled_new_reqs} | cached.resumed_req_ids
+        fresh = {n.req_id for n in output.scheduled_new_reqs} | resumed_in(output)
         forwards: list[Forward | StateForward] = []
         sampled: dict[str, list[int]] = {}
         for request_id, count in output.num_scheduled_tokens.items():
@@ -44,7 +45,7 @@ class SimModel:
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             first = starts[request_id]
             hashes = self._hashes(request_id, first, count, drafts)
-            forwards.extend(self._attend(request_id, first, hashes))
+            forwards.extend(self._attend(request_id, first, hashes, drafts))
             sampled[request_id] = self._sample(request_id, first + count, drafts)
             forwards.extend(
                 self._states.advance(
@@ -73,7 +74,7 @@ class SimModel:
         return hashes
 
     def _attend(
-        self, request_id: str, first: int, hashes: list[int]
+        self, request_id: str, first: int, hashes: list[int], drafts: list[int]
     ) -> Iterator[Forward]:
         """Yields the part of each attention group."""
         view = self.views[request_id]

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vllm.v1.core.sched.output import SchedulerOutput
+
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+from vllm_ctx_offload.plan import OffloadPlan
 
 Symbol = tuple[int, int]
 NOTHING: Symbol = (-1, 0)
@@ -116,10 +119,15 @@ class SimTier:
     """The worker half of one connector."""
 
     def __init__(
-        self, device: list[list[Symbol]], num_rows: int, controls: Controls, rank: int
+        self,
+        device: list[list[Symbol]],
+        plan: OffloadPlan,
+        controls: Controls,
+        rank: int,
     ) -> None:
         self._device = device
-        self.host: list[list[Symbol]] = [[] for _ in range(num_rows)]
+        self._fences_all = plan.writes_early
+        self.host: list[list[Symbol]] = [[] for _ in range(plan.num_rows)]
         self.controls = controls
         self._rank = rank
         self._stores: deque[_Copy] = deque()
@@ -148,6 +156,8 @@ class SimTier:
     def start_stores(self, plan: TransferPlan) -> None:
         for job in plan.stores:
             self._start(job, to_host=True)
+            if self._fences_all:  # as the worker does, see there
+                self._finish(self._stores[-1])
 
     def _start(self, job: TransferJob, *, to_host: bool) -> None:
         fails = self.controls.fails(job, to_host, self._rank)
@@ -199,6 +209,11 @@ class SimTier:
             if copy.fails:
                 result.failed_loads[copy.job.request_id] = set(copy.job.block_ids)
 
+    def wait_until_idle(self) -> None:
+        """Ends all copies; they are reported as ever."""
+        for copy in (*self._stores, *self._loads):
+            self._finish(copy)
+
     @property
     def idle(self) -> bool:
         return not (self._stores or self._loads or self._refused)
@@ -216,5 +231,15 @@ class SimDevice:
             [NOTHING] * block_size * self.MOST_TIMES for _ in range(num_blocks)
         ]
 
-    def copy(self, source: int, target: int) -> None:
-        self.blocks[target][:] = self.blocks[source]
+    def lose_contents(self) -> None:
+        """What is left of the cache after its memory was given away."""
+        for block in self.blocks:
+            block[:] = [NOTHING] * len(block)
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """Zeroes and copies blocks for a step, when the model runner does."""
+        for block_id in output.new_block_ids_to_zero or ():
+            self.blocks[block_id][:] = [NOTHING] * len(self.blocks[block_id])
+        for copied in output.kv_cache_block_copies or ():
+            source = self.blocks[copied.src_block_id]
+            self.blocks[copied.dst_block_id][:] = source

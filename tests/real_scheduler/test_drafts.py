@@ -16,8 +16,8 @@ from real_scheduler.harness import Engine
 from real_scheduler.invariants import host_manager
 from real_scheduler.sim_model import SimModel
 from real_scheduler.sim_worker import Forward, TokenView
-from real_scheduler.vllm_setup import STATE
-from vllm.config import SpeculativeConfig
+from real_scheduler.vllm_setup import STATE, as_eagle
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_ctx_offload.scheduler.request_state import split_key
 
@@ -35,11 +35,12 @@ class DraftLayers(SimModel):
         self._num_final: dict[str, int] = {}  # since it last had no blocks
         self.num_accepted = self.num_rejected = 0
 
-    def _compute(
-        self, request_id: str, first: int, count: int, drafts: list[int]
+    def _attend(
+        self, request_id: str, first: int, hashes: list[int], drafts: list[int]
     ) -> Iterator[Forward]:
-        *others, own = super()._compute(request_id, first, count, drafts)
+        *others, own = super()._attend(request_id, first, hashes, drafts)
         yield from others
+        count = len(hashes)
         # What was not final is computed again.
         begin = self._num_final.get(request_id, first)
         num_known = len(self._confirmed(request_id, drafts).tokens)
@@ -94,7 +95,7 @@ def make_drafting(
     monkeypatch.setattr(
         real_scheduler.harness, "make_kv_cache_config", make_marked_config
     )
-    monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda self: True)
+    as_eagle(monkeypatch)
 
     def make(**options: object) -> Engine:
         engine = make_engine(
@@ -104,7 +105,10 @@ def make_drafting(
             extra={"offload_prompt_only": False},
             **{"groups": LAYOUTS[request.param], **options},
         )
-        assert engine.scheduler.kv_cache_manager.coordinator.eagle_group_ids
+        in_hash = options.get("drafts_in_hash", False)
+        assert engine.side.planner._plan.drafts_in_hash == in_hash
+        coordinator = engine.scheduler.kv_cache_manager.coordinator
+        assert in_hash or coordinator.eagle_group_ids
         engine.model = DraftLayers(engine)
         engine.model.make_drafts = drafts_of(engine)
         return engine
@@ -213,6 +217,26 @@ def test_beside_states_as_much_is_loaded_as_vllm_hits(
     engine.run(PROMPT[:length], max_tokens=3)
     assert engine.scheduler.reset_prefix_cache()
     assert cached(engine, PROMPT) == (local, local)
+
+
+@pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "supports_lookahead_block_hashes"),
+    reason="from vLLM 0.34 on",
+)
+def test_where_hashes_cover_the_drafts_nothing_is_dropped(
+    make_drafting: Callable[..., Engine],
+) -> None:
+    """1. All blocks whose next token is known are stored, and load again.
+    2. The same text up to a block's end, but no further, is another block.
+    """
+    engine = make_drafting(drafts_in_hash=True)
+    engine.run(PROMPT)
+    assert stored(engine) == 6
+    assert cached(engine, PROMPT) == (192, 0)
+    assert engine.scheduler.reset_prefix_cache()
+    assert cached(engine, PROMPT) == (192, 192)
+    assert engine.scheduler.reset_prefix_cache()
+    assert cached(engine, [*PROMPT[:96], 500, *PROMPT[97:]]) == (64, 64)
 
 
 def test_a_drafter_that_reads_tokens_alone_needs_no_drop(

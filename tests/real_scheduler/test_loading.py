@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from real_scheduler.harness import Engine
@@ -56,13 +57,16 @@ def test_load_that_starts_inside_a_chunk_spares_the_local_hit(
     assert receipt["lookup_tokens"] == 300 - num_local
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}]
+)
 def test_skipping_the_prefix_cache_reads_nothing(
-    make_engine: MakeEngine, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool, sampling: dict[str, Any]
 ) -> None:
     """CASES 6 and 28: neither a load nor a pin."""
     engine = make_engine(async_scheduling=async_scheduling)
     stored(engine, PROMPT)
-    request = engine.run(PROMPT, skip_reading_prefix_cache=True)
+    request = engine.run(PROMPT, **sampling)
     assert engine.num_scheduled[request.request_id] == 200
     assert engine.count("loaded_bytes") == 0
     assert engine.count("skipped_tokens") == 200

@@ -364,3 +364,45 @@ def test_each_of_two_connectors_follows_the_device(
     engine.run(PROMPT)
     engine.settle()
     assert engine.count("loaded_bytes") == 0
+
+
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_contents_survive_sleep_where_vllm_asks_for_it(
+    make_engine: MakeEngine, async_scheduling: bool, reset_connector: bool
+) -> None:
+    """As `sleep(mode="keep", reset_connector=...)`: the memory of the cache is lost.
+
+    1. One request is stored, one runs, and one is aborted with its stores to come.
+    2. vLLM pauses, steps until no transfer is open, resets its own cache, and lets the
+       workers wait for copies that are under way nevertheless.
+    3. Awake, the requests go on from what the host has, or compute all again.
+    """
+    engine = make_engine(
+        async_scheduling=async_scheduling, extra={"offload_prompt_only": False}
+    )
+    engine.run(PROMPT)
+    others = [[7, *PROMPT], [8, *PROMPT]]
+    runs, ends = (engine.add(prompt, max_tokens=40) for prompt in others)
+    engine.step(30)
+    engine.flush()
+    engine.abort(ends)
+
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.drain()
+    assert not engine.side.has_work
+    assert engine.scheduler.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=reset_connector
+    )
+    for device, tiers in zip(engine.devices, engine.tiers, strict=True):
+        for tier in tiers:
+            tier.wait_until_idle()
+        device.lose_contents()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    before = engine.count("hit_tokens")
+    engine.drain()
+    assert engine.tokens[runs.request_id] == engine.answer(others[0], 40)
+    for prompt in (PROMPT, others[1]):
+        engine.run(prompt)
+    hit_tokens = engine.count("hit_tokens") - before
+    assert hit_tokens == (0 if reset_connector else 7 * 32 + 6 * 32 + 6 * 32)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from vllm.config import (
     CacheConfig,
@@ -22,6 +23,11 @@ from vllm.config import (
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -32,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_ctx_offload
@@ -148,6 +155,8 @@ def make_vllm_config(
     num_drafts: int = 0,
     prefix_caching: bool = True,
     tokens_per_hash: int | None = None,
+    drafts_in_hash: bool = False,
+    max_inflight_loads: int | None = None,
 ) -> VllmConfig:
     vllm_ctx_offload.register()
     speculative = None
@@ -155,6 +164,8 @@ def make_vllm_config(
         speculative = SpeculativeConfig(
             method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_max=2
         )
+        # From 0.34 on, for EAGLE and its like.
+        speculative.disable_lookahead_block_hashes = not drafts_in_hash
     vllm_config = VllmConfig(
         model_config=_model_config(),
         scheduler_config=SchedulerConfig(
@@ -178,6 +189,8 @@ def make_vllm_config(
     # Set last: the CPU platform turns it off for the executor it would pick.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    # From 0.34 on.
+    vllm_config.scheduler_config.max_num_inflight_kv_loads = max_inflight_loads
     # Set by models that have states; of no meaning to others.
     vllm_config.cache_config.mamba_cache_mode = "align"
     return vllm_config
@@ -198,3 +211,59 @@ def make_scheduler(
         hash_block_size=hash_size,
         log_stats=True,
     )
+
+
+# ---- what differs between the releases that these tests run on
+
+
+def index_of(request_ids: Iterable[str]) -> dict[str, Any]:
+    """Returns the arguments that tell a ModelRunnerOutput where each request is."""
+    if "req_id_to_index" not in ModelRunnerOutput.__dataclass_fields__:
+        return {}  # from 0.34 on the order says so
+    return {"req_id_to_index": {name: i for i, name in enumerate(request_ids)}}
+
+
+def resumed_in(output: SchedulerOutput) -> set[str]:
+    """Returns the known requests that come back; from 0.34 on they come as new."""
+    return getattr(output.scheduled_cached_reqs, "resumed_req_ids", set())
+
+
+def new_request(request_id: str, block_ids: list[int], computed: int) -> NewRequestData:
+    tokens = [1, 2, 3]
+    prefill: dict[str, Any] = {"prefill_token_ids": tokens}  # needed from 0.34 on
+    return NewRequestData(
+        req_id=request_id,
+        prompt_token_ids=tokens,
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=(block_ids,),
+        num_computed_tokens=computed,
+        lora_request=None,
+        **prefill,
+    )
+
+
+def known_requests(
+    resumed: Collection[str] = (), **requests: tuple[list[int] | None, int]
+) -> CachedRequestData:
+    """Takes request id -> (new block ids, computed tokens)."""
+    known = CachedRequestData.make_empty()
+    known.req_ids = list(requests)
+    known.new_block_ids = [None if b is None else (b,) for b, _ in requests.values()]
+    known.num_computed_tokens = [computed for _, computed in requests.values()]
+    if NAMES_RESUMED:
+        known.resumed_req_ids = set(resumed)
+    return known
+
+
+# Up to 0.33 the first model runner is told which known requests come back.
+NAMES_RESUMED = hasattr(CachedRequestData.make_empty(), "resumed_req_ids")
+
+
+def as_eagle(monkeypatch: pytest.MonkeyPatch, lookahead: int = 1) -> None:
+    """Makes n-grams pass for a drafter of the kind of EAGLE, which needs a model."""
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda self: True)
+    name = "num_prefill_lookahead_tokens"  # told from 0.31 on
+    if hasattr(VllmConfig, name):
+        monkeypatch.setattr(VllmConfig, name, property(lambda self: lookahead))

@@ -11,7 +11,13 @@ from helpers import make_req_context
 from vllm_ctx_offload.core import AccountTerms, HostMemoryManager, PolicyConfig
 from vllm_ctx_offload.messages import TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import GroupShape, OffloadPlan
-from vllm_ctx_offload.scheduler import FinalState, Planner, StepEvents, TableUpdate
+from vllm_ctx_offload.scheduler import (
+    FinalState,
+    Planner,
+    RequestReading,
+    StepEvents,
+    TableUpdate,
+)
 from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -28,7 +34,7 @@ class FakeRequest:
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None
-    skip_reading_prefix_cache: bool | None = False
+    skips_loads: bool = False  # as the adapter reads it
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or self.num_tokens
@@ -77,8 +83,11 @@ class Bench:
         self.planner = Planner(
             plan,
             self.manager,
-            lambda request: make_req_context(
-                request.request_id, params=request.kv_transfer_params
+            RequestReading(
+                lambda request: make_req_context(
+                    request.request_id, params=request.kv_transfer_params
+                ),
+                lambda request: request.skips_loads,
             ),
             self.stats,
             **options,

@@ -10,6 +10,7 @@ import pytest
 from scheduler.bench import Bench, FakeRequest
 
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
+from vllm_ctx_offload.plan import GroupShape
 from vllm_ctx_offload.scheduler.request_state import Lease, Status
 from vllm_ctx_offload.stats import OffloadStats
 
@@ -120,7 +121,7 @@ def test_a_lease_on_other_tokens_is_not_kept(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache"),
+        ({"skips_loads": True}, "skip_reading_prefix_cache"),
         ({"kv_transfer_params": {"ctx": {"load": False}}}, "load_off"),
     ],
 )
@@ -139,6 +140,33 @@ def test_request_that_must_not_read_is_skipped_and_counted(
         '["missed_tokens", "default"]': 0,
         f'["skipped_tokens", "default", "{reason}"]': 16,
     }
+
+
+def test_a_guess_looks_at_the_head_of_the_chain(bench: Bench) -> None:
+    """vLLM asks whenever a request enters its queues, before any lookup."""
+    request = bench.add(20)
+    assert not bench.planner.may_load(request)
+    bench.store(16)
+    assert bench.planner.may_load(request)
+    assert bench.manager.num_pinned == 0
+    assert not bench.planner.may_load(bench.add(3, "short"))
+    other = [b"x%d" % index for index in range(5)]
+    assert not bench.planner.may_load(bench.add(20, "other", block_hashes=other))
+    assert not bench.planner.may_load(bench.add(20, "skips", skips_loads=True))
+
+
+def test_a_guess_counts_what_is_just_being_stored(bench: Bench) -> None:
+    bench.run(bench.add(8, "first"), 8, [1, 2])
+    assert bench.planner.may_load(bench.add(9))
+
+
+def test_of_windows_alone_the_head_says_nothing(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(groups=(GroupShape(4, window=6),))
+    request = bench.add(9)
+    assert bench.planner.may_load(request)
+    assert bench.lookup(request) == (0, False)
 
 
 def test_cap_counts_what_is_loaded_not_what_is_local(bench: Bench) -> None:

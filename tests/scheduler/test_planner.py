@@ -130,6 +130,15 @@ def test_table_of_a_session_that_goes_on_is_replaced_without_a_preemption(
     assert state_of(bench, request).block_ids == [[1, 2, 3]]
 
 
+def test_blocks_are_never_appended_to_a_table_that_was_lost(bench: Bench) -> None:
+    """Should a release name resumed requests in a way that nobody knows."""
+    request = bench.add(8)
+    bench.run(request, 4, [1])
+    bench.idle(preempted={"r"})
+    with pytest.raises(AssertionError):
+        bench.run(request, 4, [2], replace=False)
+
+
 def test_preempted_and_resumed_in_one_step_keeps_the_new_table(bench: Bench) -> None:
     request = bench.add(8)
     bench.run(request, 8, [1, 2])

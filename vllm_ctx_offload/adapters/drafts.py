@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_ctx_offload.adapters.releases import drops_a_block, prefill_lookahead
+
 __all__ = ["draft_lookahead"]
 
 
@@ -18,12 +20,6 @@ def draft_lookahead(vllm_config: Any) -> int:
     makes no difference: all groups hit together.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None:
+    if speculative is None or not drops_a_block(speculative):
         return 0
-    # Up to 0.29 vLLM always drops the block.
-    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
-    if not drops():
-        return 0
-    if speculative.use_multi_module_mtp():
-        return int(speculative.num_speculative_tokens)
-    return 1
+    return max(prefill_lookahead(vllm_config), 1)  # a drop is of one at least

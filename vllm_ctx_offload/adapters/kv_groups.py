@@ -11,6 +11,15 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from vllm_ctx_offload.adapters.drafts import draft_lookahead
+from vllm_ctx_offload.adapters.releases import (
+    added_window_tokens,
+    hashes_cover_drafts,
+    is_cached,
+    lies_elsewhere,
+    looks_ahead,
+    places_tensors,
+    writes_before_hooks,
+)
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.plan import GroupShape, ModelShape, loads_fail_whole
 
@@ -47,7 +56,7 @@ def check_groups(
     specs = [spec for group in groups for spec in _layer_specs(group)]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
     # vLLM keeps blocks of some groups in a pool of their own.
-    in_one_pool = not any(getattr(group, "host_resident", False) for group in groups)
+    in_one_pool = not any(map(lies_elsewhere, groups))
     if not specs or not all(map(_is_supported, specs)) or not in_one_pool:
         raise ConfigError(
             f"CtxOffloadConnector: this model has {len(groups)} KV cache group(s) of "
@@ -83,7 +92,7 @@ def _has_prefixes(model_config: Any, specs: list[Any]) -> bool:
 
     Where not, vLLM switches its own prefix caching off, and asks us nevertheless.
     """
-    if any(getattr(spec, "non_causal", False) for spec in specs):
+    if any(map(looks_ahead, specs)):
         return False
     pooling = model_config.runner_type == "pooling"
     return not pooling or model_config.is_prefix_caching_supported
@@ -94,8 +103,9 @@ def _is_a(spec: Any, *names: str) -> bool:
 
 
 def _is_supported(spec: Any) -> bool:
-    cached = getattr(spec, "prefix_cacheable", True)  # vLLM's own scratch is not
-    return cached and _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
+    return (
+        is_cached(spec) and _is_a(spec, *_SUPPORTED) and not _is_a(spec, *_UNSUPPORTED)
+    )
 
 
 def _layer_specs(group: Any) -> Iterator[Any]:
@@ -116,27 +126,22 @@ def model_shape(vllm_config: Any, kv_cache_config: Any) -> ModelShape:
         # vLLM hashes as many tokens as divide the blocks of all groups, unless it is
         # told to hash less (`resolve_kv_cache_block_sizes`).
         tokens_per_hash=(
-            getattr(vllm_config.cache_config, "prefix_match_unit", None)
+            vllm_config.cache_config.prefix_match_unit
             or math.gcd(*(group.tokens_per_block for group in groups))
         ),
         bytes_per_block=_bytes_per_block(kv_cache_config),
         num_device_blocks=kv_cache_config.num_blocks,
         num_workers=parallel.world_size,
         num_engines=max(parallel.data_parallel_size_local, 1),
-        writes_early=_writes_early(vllm_config, kv_cache_config),
+        # Only for such models vLLM zeroes new blocks, or copies to them; nothing else
+        # is written before the hooks.
+        writes_early=(
+            kv_cache_config.needs_kv_cache_zeroing and writes_before_hooks(vllm_config)
+        ),
         draft_lookahead=draft_lookahead(vllm_config),
         max_request_tokens=vllm_config.model_config.max_model_len,
+        drafts_in_hash=hashes_cover_drafts(vllm_config),
     )
-
-
-def _writes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether new blocks are zeroed or copied to before the worker's first hook.
-
-    The second model runner does so in `update_requests`, the first one only after
-    `handle_preemptions`. Nothing else is written before it.
-    """
-    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    return zeroes and getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def _group_shape(group: Any) -> GroupShape:
@@ -147,10 +152,7 @@ def _group_shape(group: Any) -> GroupShape:
         return GroupShape(size, recurrent=True)
     if all(_is_a(spec, "SlidingWindowSpec") for spec in specs):
         # Speculative decoding may keep some tokens more.
-        windows = [
-            spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-            for spec in specs
-        ]
+        windows = [spec.sliding_window + added_window_tokens(spec) for spec in specs]
         return GroupShape(size, window=max(windows))
     if all(_is_a(spec, "ChunkedLocalAttentionSpec") for spec in specs):
         stretches = {spec.attention_chunk_size for spec in specs}
@@ -161,10 +163,8 @@ def _group_shape(group: Any) -> GroupShape:
 
 def _bytes_per_block(kv_cache_config: Any) -> int:
     tensors: list[Any] = kv_cache_config.kv_cache_tensors
-    if hasattr(tensors[0], "layer_stride"):
-        # From 0.29 on, placements in one allocation: each names the size of the whole.
+    if places_tensors(tensors[0]):
         return int(tensors[0].size // kv_cache_config.num_blocks)
-    # Before, one tensor a layer; packed ones name the stride of all of them together.
     packed = max(tensor.block_stride for tensor in tensors)
     separate = sum(tensor.size for tensor in tensors if not tensor.block_stride)
     return int(separate // kv_cache_config.num_blocks + packed)

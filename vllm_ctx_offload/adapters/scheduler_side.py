@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from vllm_ctx_offload.adapters.device_cache import DeviceCacheWatch, watch_resets
 from vllm_ctx_offload.adapters.gauges import PoolGauges
 from vllm_ctx_offload.adapters.kv_events import ChunkEvent, ChunkEvents
+from vllm_ctx_offload.adapters.releases import session_of, skips_offloaded_kv
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext, build_req_context
 from vllm_ctx_offload.core import (
@@ -19,7 +20,7 @@ from vllm_ctx_offload.core import (
 )
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
-from vllm_ctx_offload.scheduler import Planner, StepEvents
+from vllm_ctx_offload.scheduler import Planner, RequestReading, StepEvents
 from vllm_ctx_offload.scheduler.chain import ChainShape
 from vllm_ctx_offload.scheduler.loads import promised_blocks
 from vllm_ctx_offload.stats import OffloadStats
@@ -68,7 +69,7 @@ class SchedulerSide:
         self.planner = Planner(
             plan,
             self.manager,
-            self._make_context,
+            RequestReading(self._make_context, skips_offloaded_kv),
             self._stats,
             prompt_only=config.offload_prompt_only,
             load_wait_s=config.load_wait_ms / 1000,
@@ -97,14 +98,14 @@ class SchedulerSide:
             self.planner.reset()
 
     def _make_context(self, request: Any) -> ReqContext:
-        lora = getattr(request, "lora_request", None)
+        lora = request.lora_request
         req_context = build_req_context(
             self._config,
             request.request_id,
             request.kv_transfer_params,
-            cache_salt=getattr(request, "cache_salt", None),
-            lora_name=getattr(lora, "lora_name", None),
-            session_id=getattr(request, "session_id", None),
+            cache_salt=request.cache_salt,
+            lora_name=None if lora is None else lora.lora_name,
+            session_id=session_of(request),
             num_prompt_tokens=request.num_prompt_tokens,
         )
         for hint in req_context.rejected:
@@ -142,6 +143,12 @@ class SchedulerSide:
 
         nothing: tuple[int | None, bool] = (0, False)
         return self._attempt("get_num_new_matched_tokens", look_up, nothing)
+
+    def may_load(self, request: Any) -> bool:
+        """Returns whether a lookup is likely to find something; see the planner."""
+        return self._attempt(
+            "may_load_async", lambda: self.planner.may_load(request), False
+        )
 
     def on_allocated(
         self,

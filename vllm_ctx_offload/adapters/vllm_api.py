@@ -8,14 +8,15 @@ and `v1/kv_cache_interface.py`; what differs between releases is handled here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import vllm
-from packaging.version import Version
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_shutdown,
@@ -35,8 +36,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.sampling_params import SamplingParams
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -49,10 +54,11 @@ from vllm_ctx_offload.adapters.metrics import (
     PrometheusMetrics,
     summarize,
 )
+from vllm_ctx_offload.adapters.releases import SUPPORTED_TEXT, is_supported
+from vllm_ctx_offload.adapters.self_test import examine_release
 from vllm_ctx_offload.config import check_kv_role
 from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.messages import Terms, TransferPlan, WorkerReport
-from vllm_ctx_offload.scheduler import FinalState, StepEvents, TableUpdate
 from vllm_ctx_offload.stats import merge_stats
 
 __all__ = [
@@ -78,13 +84,14 @@ __all__ = [
     "VllmConfig",
     "adopt_vllm_logging",
     "check_environment",
+    "check_release",
+    "default_block_size",
     "end_worker_side",
     "is_whole_worker_side",
     "kv_event",
     "load_failures_recompute",
     "model_shape",
     "runs_on_cuda",
-    "step_events",
     "transfer_config",
     "wants_kv_events",
     "warn_of_other_engines",
@@ -105,7 +112,19 @@ else:
 KVConnectorTransferResults: Any = getattr(
     kv_connector_base, "KVConnectorTransferResults", None
 )
-SUPPORTED: Final = (Version("0.27.1"), Version("0.34.dev0"))
+
+# What the hooks receive, and what is read before the first of them, by name.
+CLASSES: Final[Mapping[str, type]] = {
+    cls.__name__: cls
+    for cls in (
+        *vars(scheduler_output).values(),
+        *vars(kv_cache_interface).values(),
+        *vars(kv_cache_utils).values(),
+        *(KVCacheBlocks, KVConnectorBase_V1, KVConnectorOutput, Request),
+        *(SamplingParams, SpeculativeConfig, VllmConfig),
+    )
+    if isinstance(cls, type)
+}
 
 
 @dataclass
@@ -200,18 +219,34 @@ def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
     return vllm_config.kv_transfer_config
 
 
+@functools.cache
+def check_release() -> None:
+    """Refuses a release whose objects can't be read, in a few milliseconds.
+
+    Raises:
+        ConfigError: naming the class, the field and the supported releases.
+    """
+    examine_release(CLASSES, CtxOffloadWorkerMetadata, vllm.__version__)
+
+
+def default_block_size() -> int:
+    """Returns the tokens of a device block where nothing says otherwise."""
+    return int(CacheConfig.DEFAULT_BLOCK_SIZE)
+
+
 def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Refuses what is not supported.
 
     Raises:
         ConfigError: with the reason and what to do instead.
     """
-    version = Version(vllm.__version__)
-    if not SUPPORTED[0] <= version < SUPPORTED[1]:
+    check_release()
+    if not is_supported(vllm.__version__):
         logger.warning(
             "vLLM %s is outside of the range that vllm-ctx-offload was tested with "
-            "(0.27.1 to 0.33).",
-            version,
+            "(%s).",
+            vllm.__version__,
+            SUPPORTED_TEXT,
         )
     check_kv_role(transfer_config(vllm_config).kv_role)
     parallel = vllm_config.parallel_config
@@ -220,7 +255,7 @@ def check_environment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
-        if (size := getattr(parallel, name, 1)) != 1:
+        if (size := getattr(parallel, name)) != 1:
             raise ConfigError(
                 f"CtxOffloadConnector: {name} = {size} is not supported yet; use "
                 "tensor or data parallelism, or serve without the connector."
@@ -294,45 +329,3 @@ def warn_of_other_engines(vllm_config: VllmConfig) -> None:
             "of the others: each on this host takes the default of the whole pool. "
             "Set cpu_bytes_to_use to what one engine may have."
         )
-
-
-def step_events(output: SchedulerOutput) -> StepEvents:
-    """Translates what vLLM's scheduler decided for a step."""
-    cached = output.scheduled_cached_reqs
-    tables = [
-        TableUpdate(new.req_id, new.block_ids, new.num_computed_tokens, replace=True)
-        for new in output.scheduled_new_reqs
-    ]
-    for request_id, block_ids, num_computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        resumed = request_id in cached.resumed_req_ids
-        if block_ids is not None:
-            tables.append(
-                TableUpdate(request_id, block_ids, num_computed, replace=resumed)
-            )
-    return StepEvents(
-        num_scheduled_tokens=output.num_scheduled_tokens,
-        tables=tables,
-        # A resumed request was preempted, whether or not this release says so too.
-        preempted=(output.preempted_req_ids or set()) | cached.resumed_req_ids,
-        copied_to=tuple(
-            copy.dst_block_id
-            for copy in getattr(output, "kv_cache_block_copies", None) or ()
-        ),
-        states=_final_states(output),
-    )
-
-
-def _final_states(output: SchedulerOutput) -> dict[str, list[FinalState]]:
-    """Returns the states of recurrent layers that vLLM hands over, by request.
-
-    It knows best: a table does not say which of its blocks hold states that are final.
-    """
-    offered = getattr(output, "kv_connector_block_state", None)
-    if offered is None:
-        return {}
-    return {
-        request_id: [FinalState(*state) for state in states]
-        for request_id, states in offered.boundary_state_offloads.items()
-    }

@@ -16,6 +16,7 @@ from vllm_ctx_offload.cli.doctor_machine import (
     check_plugin,
     check_torch,
     check_vllm,
+    default_block_size,
     is_cpu_build,
 )
 from vllm_ctx_offload.cli.doctor_model import (
@@ -154,7 +155,7 @@ def _plan(
 ) -> OffloadPlan | None:
     block = args.block_size
     if block is None:
-        block = 16
+        block = default_block_size()
         if is_cpu_build() and model.kind != "MLA":
             block = 128
         text = (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_ctx_offload.cli.doctor_findings import Finding, Level
+from vllm_ctx_offload.errors import ConfigError
 from vllm_ctx_offload.memory import (
     DEFAULT_ENV,
     available_memory,
@@ -30,6 +31,7 @@ __all__ = [
     "check_plugin",
     "check_torch",
     "check_vllm",
+    "default_block_size",
     "is_cpu_build",
 ]
 
@@ -121,6 +123,11 @@ def _check_import() -> Iterator[Finding]:
             f"({type(error).__name__}: {reason}); install a supported version, or "
             "repair the environment so that 'python -c \"import vllm\"' works.",
         )
+        return
+    try:
+        sys.modules[_ADAPTER].check_release()
+    except ConfigError as error:
+        yield Finding(Level.FAULT, "vllm", str(error))
 
 
 def check_groups(groups: Sequence[GroupShape]) -> Iterator[Finding]:
@@ -135,6 +142,12 @@ def check_groups(groups: Sequence[GroupShape]) -> Iterator[Finding]:
             "recompute a failed load only of one group of full attention; use a newer "
             "vLLM, or try --disable-hybrid-kv-cache-manager.",
         )
+
+
+def default_block_size() -> int:
+    """Returns the tokens of a block that vLLM mostly takes where nobody says so."""
+    adapter: Any = sys.modules.get(_ADAPTER)
+    return 16 if adapter is None else int(adapter.default_block_size())
 
 
 def check_plugin() -> Iterator[Finding]:

@@ -11,25 +11,16 @@ from msgspec import Struct
 from sortedcontainers import SortedKeyList
 
 if TYPE_CHECKING:
+    from vllm_ctx_offload.core.sessions import Session
     from vllm_ctx_offload.core.tenants import Account
 
-__all__ = ["RELEASED", "EvictionOrder", "Run", "Session"]
+__all__ = ["RELEASED", "EvictionOrder", "Run"]
 
 # The priority of chunks whose session was released: below all that can be asked for.
 RELEASED: Final = -1
 # Runs whose time has passed or whose session was released are moved by so many a call,
 # or as many as the call has keys, so that no call is long.
 MAX_MOVES: Final = 64
-
-
-class Session(Struct, gc=False, eq=False):
-    """What requests of one session have stored and nobody else has used."""
-
-    key: tuple[str, ...]
-    num_runs: int = 0  # released ones too
-    # The ids of the runs that its next release takes. It takes them as a whole: they
-    # stay together, and the session begins another batch.
-    batch: dict[int, None] = {}
 
 
 class Run(Struct, gc=False, eq=False):

@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 
 from vllm_ctx_offload.config import OffloadConfig
 from vllm_ctx_offload.context import ReqContext
-from vllm_ctx_offload.core.order import Run, Session
+from vllm_ctx_offload.core.order import Run
 from vllm_ctx_offload.core.retention import Columns, Segment, Wish, segments_of
 from vllm_ctx_offload.core.runs import RunTable
+from vllm_ctx_offload.core.sessions import Session
 from vllm_ctx_offload.core.tenants import (
     Account,
     Accounts,
@@ -145,9 +146,11 @@ class RetentionPolicy:
         hints = req_context.hints
         if hints.session is not None:
             namespace = req_context.namespace.hex()
-            return self.table.session((req_context.tenant, namespace, hints.session))
+            return self.table.sessions.get(
+                (req_context.tenant, namespace, hints.session)
+            )
         if hints.release or hints.expected_reuse_s:
-            return self.table.session((req_context.request_id,))
+            return self.table.sessions.get((req_context.request_id,))
         return None
 
     def move(
@@ -221,7 +224,7 @@ class RetentionPolicy:
             self.table.enlist(run)
             self.table.count_protected(run, len(run.chunks))
         if use.session is not None:
-            self.table.close(use.session)
+            self.table.sessions.close(use.session)
         return self.table.enforce_budget(use.now)
 
     def finish(self, req_context: ReqContext) -> None:

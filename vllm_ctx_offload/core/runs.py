@@ -16,8 +16,8 @@ from vllm_ctx_offload.core.order import (
     RELEASED,
     EvictionOrder,
     Run,
-    Session,
 )
+from vllm_ctx_offload.core.sessions import Session, Sessions
 from vllm_ctx_offload.core.tenants import Account, Accounts
 
 __all__ = ["RunTable"]
@@ -52,9 +52,7 @@ class RunTable:
         self.order = EvictionOrder()
         self.released: SortedKeyList[Run, tuple[float, ...]] = SortedKeyList(key=_rank)
         self._runs: dict[int, Run] = {}
-        self._sessions: dict[tuple[str, ...], Session] = {}
-        # What releases have taken and is not yet among `released`.
-        self._releasing: deque[dict[int, None]] = deque()
+        self.sessions = Sessions()
         self._due: SortedKeyList[Run, tuple[float, ...]] = SortedKeyList(key=_due)
 
     def __iter__(self) -> Iterator[Run]:
@@ -77,24 +75,14 @@ class RunTable:
         return run
 
     def enlist(self, run: Run) -> None:
-        if (session := run.session) is not None:
-            if run.batch is None:
-                run.batch = session.batch
-            run.batch[run.run_id] = None
-            session.num_runs += 1
-            # It was closed if the use that made this run emptied the last one.
-            self._sessions[session.key] = session
+        self.sessions.join(run)
         self._list(run)
 
     def forget(self, run: Run) -> None:
         """Takes out a listed run that holds no chunk any more."""
         self._unlist(run)
         del self._runs[run.run_id]
-        if run.session is not None:
-            if run.batch is not None:
-                del run.batch[run.run_id]
-            run.session.num_runs -= 1
-            self.close(run.session)
+        self.sessions.leave(run)
 
     def _list(self, run: Run) -> None:
         self.order.add(run)
@@ -157,36 +145,19 @@ class RunTable:
             else:
                 table.forget(run)
 
-    # ---- sessions
-
-    def session(self, key: tuple[str, ...]) -> Session:
-        """Returns the session of a key; `close` it when it may have no chunks."""
-        if (session := self._sessions.get(key)) is None:
-            session = self._sessions[key] = Session(key)
-        return session
-
-    def close(self, session: Session) -> None:
-        """Forgets a session that has no runs."""
-        if not session.num_runs:
-            self._sessions.pop(session.key, None)
+    # ---- releases
 
     def release(self, session: Session) -> None:
         """Makes the session's own chunks the first to go."""
-        if session.batch:
-            self._releasing.append(session.batch)
-            session.batch = {}
-        self.close(session)
+        self.sessions.release(session)
         self._end_releases(MAX_MOVES)
 
     def _end_releases(self, most: int) -> None:
         """Makes up to `most` runs the first to go; those released first come first."""
         for _ in range(most):
-            if not self._releasing:
+            if (run_id := self.sessions.next_released()) is None:
                 return
-            if not (batch := self._releasing[0]):  # all were used or evicted since
-                self._releasing.popleft()
-                continue
-            run = self._runs[batch.popitem()[0]]
+            run = self._runs[run_id]
             run.batch = None
             self._change(run, RELEASED, expected_at=None)
 
@@ -349,12 +320,7 @@ class RunTable:
         assert list(self.released) == sorted(
             (run for run in self if run.priority == RELEASED), key=_rank
         )
-        sessions = Counter(run.session for run in self if run.session is not None)
-        assert sessions == {s: s.num_runs for s in self._sessions.values()}
-        batches = [*self._releasing, *(session.batch for session in sessions)]
-        assert {run_id for batch in batches for run_id in batch} == {
-            run.run_id for run in self if run.batch is not None
-        }
+        self.sessions.check_invariants(self)
 
 
 def _rank(run: Run) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob
@@ -37,6 +38,7 @@ class LoadPlanner:
         jobs: JobTable,
         stats: OffloadStats,
         load_wait_s: float,
+        skips_loads: Callable[[Any], bool],
     ) -> None:
         self._plan = plan
         self._chain = ChainShape(plan)
@@ -49,6 +51,7 @@ class LoadPlanner:
         self._jobs = jobs
         self._stats = stats
         self._load_wait_s = load_wait_s
+        self._skips_loads = skips_loads
 
     def lookup(
         self, state: RequestOffloadState, num_local_tokens: int, now: float
@@ -64,7 +67,7 @@ class LoadPlanner:
             state.stepped_back = True
             return None, False
         lookup_tokens = max(state.request.num_tokens - num_local_tokens, 0)
-        if reason := _skip_reason(state):
+        if reason := self._skip_reason(state):
             state.answer = LookupAnswer(lookup_tokens, 0, reason)
             return 0, False
         keys = self._loadable_chain(state, num_local_tokens)
@@ -75,13 +78,36 @@ class LoadPlanner:
         if state.wait_began is not None and state.waited_s is None:
             state.waited_s = now - state.wait_began
         hit_tokens = max(end - num_local_tokens, 0)
-        if not _is_leased(state.lease, keys, num_local_tokens, hit_tokens):
+        found = keys, num_local_tokens, hit_tokens
+        if state.lease is None or not state.lease.is_on(*found):
             self.drop_lease(state)
             if hit_tokens:
                 self._take_lease(state, keys, num_local_tokens, end)
             self._manager.touch(keys, state.req_context)
         state.answer = LookupAnswer(lookup_tokens, hit_tokens, None)
         return hit_tokens, hit_tokens > 0
+
+    def may_load(self, state: RequestOffloadState) -> bool:
+        """Guesses whether a lookup will find something, from the chain's head alone."""
+        head = state.chain(1, self._chain)
+        if not head or self._skip_reason(state):
+            return False
+        if not self._all_seeing:
+            return True  # the head may be gone where the end is there
+        first = self._chain.keys_of(self._all_seeing[0], head, 0, 1)
+        found = self._manager.lookup(first, state.req_context)
+        return found.num_ready > 0 or found.pending
+
+    def _skip_reason(self, state: RequestOffloadState) -> str | None:
+        if self._skips_loads(state.request):
+            return "skip_reading_prefix_cache"
+        if not state.req_context.hints.load:
+            return "load_off"
+        if state.load_failed:
+            # vLLM counts the blocks of the failed load as well when it admits another,
+            # so a long request might never be admitted; and why trust the next copy?
+            return "load_failed"
+        return None
 
     def _loadable_chain(
         self, state: RequestOffloadState, num_local_tokens: int
@@ -322,29 +348,3 @@ def promised_blocks(
         for block_id in table[(-num_tokens) // group.tokens_per_block :]
         if block_id != NULL_BLOCK
     )
-
-
-def _is_leased(
-    lease: Lease | None, keys: Sequence[bytes], num_local_tokens: int, num_tokens: int
-) -> bool:
-    """Whether a lease is on just what was found.
-
-    While there are no free blocks, vLLM asks for the same request in every step.
-    """
-    return (
-        lease is not None
-        and (lease.start_token, lease.num_tokens) == (num_local_tokens, num_tokens)
-        and lease.keys[-1] == keys[lease.places[-1]]
-    )
-
-
-def _skip_reason(state: RequestOffloadState) -> str | None:
-    if state.request.skip_reading_prefix_cache:
-        return "skip_reading_prefix_cache"
-    if not state.req_context.hints.load:
-        return "load_off"
-    if state.load_failed:
-        # vLLM counts the blocks of the failed load as well when it admits another one,
-        # so a long request might never be admitted; and why trust the next copy?
-        return "load_failed"
-    return None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_ctx_offload.context import ReqContext
 from vllm_ctx_offload.core.manager import OffloadingManager
 from vllm_ctx_offload.messages import TransferJob, TransferPlan, WorkerReport
 from vllm_ctx_offload.plan import OffloadPlan
@@ -15,6 +14,7 @@ from vllm_ctx_offload.scheduler.jobs import Job, JobKind, JobTable
 from vllm_ctx_offload.scheduler.loads import LoadPlanner
 from vllm_ctx_offload.scheduler.request_state import (
     RequestOffloadState,
+    RequestReading,
     RequestView,
     Status,
     make_key_prefix,
@@ -60,7 +60,7 @@ class Planner:
         self,
         plan: OffloadPlan,
         manager: OffloadingManager,
-        make_context: Callable[[Any], ReqContext],
+        reading: RequestReading,
         stats: OffloadStats,
         *,
         prompt_only: bool = True,
@@ -68,11 +68,13 @@ class Planner:
     ) -> None:
         self._plan = plan
         self._manager = manager
-        self._make_context = make_context
+        self._make_context = reading.make_context
         self._stats = stats
         self._states: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(plan.num_workers)
-        self._loads = LoadPlanner(plan, manager, self._jobs, stats, load_wait_s)
+        self._loads = LoadPlanner(
+            plan, manager, self._jobs, stats, load_wait_s, reading.skips_loads
+        )
         self._stores = StorePlanner(plan, manager, self._jobs, stats, prompt_only)
         # Jobs made since the last step, for its plan.
         self._new_loads: list[TransferJob] = []
@@ -118,6 +120,10 @@ class Planner:
             # Only who has no blocks is looked up: a reset took them between two steps.
             state.leave_blocks()
         return self._loads.lookup(state, num_local_tokens, now)
+
+    def may_load(self, request: RequestView) -> bool:
+        """Returns whether a lookup is likely to find something, at a glance."""
+        return self._loads.may_load(self.on_new_request(request))
 
     def shared_tokens(self, request_id: str) -> int:
         """Returns up to where a request's prompt was met before, at its last lookup.
@@ -179,6 +185,8 @@ class Planner:
         Full blocks of a hit are only read.
         """
         if (state := self._states.get(update.request_id)) is not None:
+            # Blocks are appended only to a table: who has none gets a new one.
+            assert update.replace or state.status is Status.RUNNING
             state.move_to(Status.RUNNING)
             self._stores.set_table(state, update.block_ids, replace=update.replace)
         num_hit = update.num_computed_tokens if update.replace else 0

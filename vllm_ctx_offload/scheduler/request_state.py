@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ __all__ = [
     "Lease",
     "LookupAnswer",
     "RequestOffloadState",
+    "RequestReading",
     "RequestView",
     "Status",
     "make_key_prefix",
@@ -43,8 +44,13 @@ class RequestView(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
-    @property
-    def skip_reading_prefix_cache(self) -> bool | None: ...
+
+
+class RequestReading(NamedTuple):
+    """What a request says in another way from release to release."""
+
+    make_context: Callable[[Any], ReqContext]
+    skips_loads: Callable[[Any], bool]  # vLLM would not take what is loaded for it
 
 
 class Status(enum.Enum):
@@ -74,6 +80,19 @@ class Lease(NamedTuple):
     places: tuple[int, ...]  # of the keys in the request's chain
     start_token: int  # the local hit: loading begins here, maybe inside a chunk
     num_tokens: int  # that were promised past it
+
+    def is_on(
+        self, keys: Sequence[bytes], num_local_tokens: int, num_tokens: int
+    ) -> bool:
+        """Whether it is on just what was found.
+
+        While there are no free blocks, vLLM asks for the same request in every step.
+        """
+        return (
+            self.start_token == num_local_tokens
+            and self.num_tokens == num_tokens
+            and self.keys[-1] == keys[self.places[-1]]
+        )
 
 
 class LookupAnswer(NamedTuple):
