@@ -113,7 +113,8 @@ compat: setup ## the tests against every supported release of vLLM
 
 bench: setup ## the benchmarks
 	$(say) 'benchmarks'
-	@set -e; for name in hit_latency overhead noisy_neighbour manager metrics transfer; do \
+	@set -e; for name in hit_latency overhead noisy_neighbour manager worst_calls \
+		metrics transfer; do \
 		printf '==> %s\n' "$$name"; $(PY) benchmarks/$$name.py $(ARGS); done
 
 dist: setup ## wheel and source distribution in dist/
