@@ -373,11 +373,11 @@ def pod_labels(deployment: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_images_are_of_one_supported_vllm() -> None:
-    vllm_api = pytest.importorskip("vllm_ctx_offload.adapters.vllm_api")
+    releases = pytest.importorskip("vllm_ctx_offload.adapters.releases")
     dockerfile = (EXAMPLES / "docker" / "Dockerfile").read_text(encoding="utf-8")
     (version,) = re.findall(r"^ARG VLLM_VERSION=v(\S+)$", dockerfile, re.MULTILINE)
     assert "FROM vllm/vllm-openai:${VLLM_VERSION}\n" in dockerfile
-    first, end = vllm_api.SUPPORTED
+    first, end = releases.SUPPORTED
     assert first <= type(first)(version) < end
     manifest = (EXAMPLES / "kubernetes" / "vllm.yaml").read_text(encoding="utf-8")
     images = re.findall(r"image: registry\.example/vllm-ctx-offload:(\S+)", manifest)

@@ -23,6 +23,7 @@ SAFE: Final = {
     "enable_extensible_kv_cache": "tensors of more blocks are refused as unknown",
     "kv_cache_specs": "a wrapper of specs is no supported kind, so it is refused",
     "KVConnectorTransferResults": "what needs them is refused",
+    "bind_gpu_block_pool": "the start is refused where it was asked for",
     "collect": "what stands in for a class of prometheus_client is left as it is",
 }
 # Of other libraries, or our own.

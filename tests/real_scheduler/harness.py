@@ -68,6 +68,7 @@ class Engine:
         kv_transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         groups: Groups = (None,),
+        second_runner: bool | None = None,
         **setup: Any,
     ) -> None:
         self.now = 0.0
@@ -92,6 +93,9 @@ class Engine:
             num_workers=num_workers,
             **setup,
         )
+        if second_runner is not None:
+            # Once the configuration stands, which wants Triton for it: no model runs.
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(second_runner)))
         self.scheduler = make_scheduler(self.config, kv_cache_config)
         self.hash_size = self.scheduler.hash_block_size
         self._async = async_scheduling

@@ -18,14 +18,12 @@ from vllm.config import VllmConfig
 MakeEngine = Callable[..., Engine]
 
 
-@pytest.fixture(params=["first", "second"])
-def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The model runner that the user asks for."""
-    if request.param == "first" and not hasattr(VllmConfig, "use_v2_model_runner"):
+@pytest.fixture(params=[False, True], ids=["first", "second"])
+def second_runner(request: pytest.FixtureRequest) -> bool:
+    """Whether the user asks for the second model runner."""
+    if not request.param and not hasattr(VllmConfig, "use_v2_model_runner"):
         pytest.skip("this vLLM has one model runner")
-    number = "1" if request.param == "second" else "0"
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", number)
-    return str(request.param)
+    return bool(request.param)
 
 
 def prompts() -> Iterator[list[int]]:
@@ -36,7 +34,10 @@ def prompts() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("steps_per_copy", [1, 4])
 def test_no_store_reads_a_block_that_was_written_again(
-    make_engine: MakeEngine, async_scheduling: bool, runner: str, steps_per_copy: int
+    make_engine: MakeEngine,
+    async_scheduling: bool,
+    second_runner: bool,
+    steps_per_copy: int,
 ) -> None:
     """1. The device has room for two requests; what one gives up, the next one gets.
     2. Copies take several steps, so some end after their request. With asynchronous
@@ -47,9 +48,10 @@ def test_no_store_reads_a_block_that_was_written_again(
         groups=(None, STATE),
         num_blocks=12,
         async_scheduling=async_scheduling,
+        second_runner=second_runner,
         extra={"offload_prompt_only": False},
     )
-    assert engine.writes_early == (runner == "second")
+    assert engine.writes_early == second_runner
     engine.controls.may_end = lambda job, to_host: (
         not to_host or engine.num_steps % steps_per_copy == 0
     )
@@ -63,10 +65,12 @@ def test_no_store_reads_a_block_that_was_written_again(
 
 
 def test_a_model_without_states_keeps_its_late_stores(
-    make_engine: MakeEngine, runner: str
+    make_engine: MakeEngine, second_runner: bool
 ) -> None:
     """Nothing is zeroed there, so nothing is given up."""
-    engine = make_engine(extra={"offload_prompt_only": False})
+    engine = make_engine(
+        second_runner=second_runner, extra={"offload_prompt_only": False}
+    )
     assert not engine.side.planner._plan.writes_early
     engine.run(next(prompts()), max_tokens=20)
     assert engine.last_output.new_block_ids_to_zero is None
